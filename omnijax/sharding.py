@@ -1,0 +1,277 @@
+"""Named axes, and the tables that map them to a mesh: the whole of distribution.
+
+A model names the axes of its arrays. A table (`Rules`) says, line by line, over which mesh axes a name is split:
+
+    Rules(
+        parameters=lines(embed="data expert sequence | data expert | none", mlp="tensor"),
+        activations=lines(batch="replica data expert", length="sequence"),
+    )
+
+A line lists mesh axes; `|` separates alternatives, of which the first that divides the array is taken *and reported*;
+`none` leaves the axis whole; a leading `optional` allows a parameter line that the model at hand does not use. What a
+table cannot place is refused with a `UserError`; nothing is replicated or dropped in silence.
+"""
+
+import contextlib
+import contextvars
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import Array
+
+from omnijax.errors import UserError
+
+MESH_AXES = ("replica", "data", "expert", "sequence", "tensor")
+
+PARAMETER_AXES = {
+    "layers": "layers of one stack, scanned",
+    "vocab": "token ids",
+    "embed": "width of the residual stream",
+    "heads": "query heads",
+    "kv_heads": "key and value heads",
+    "head_dim": "width of one head",
+    "mlp": "hidden width of a feed-forward layer",
+}
+
+ACTIVATION_AXES = {
+    "batch": "rows",
+    "length": "tokens of a row",
+    "act_embed": "width of the residual stream",
+    "act_heads": "query heads while tokens are split",
+    "act_kv_heads": "key and value heads while tokens are split",
+    "act_mlp": "hidden width of a feed-forward layer",
+    "act_vocab": "token ids in the output projection",
+    "attention_length": "tokens of a row inside attention",
+    "attention_heads": "heads inside attention",
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a table: the mesh axes that may split the axis `name`, best first."""
+
+    name: str
+    alternatives: tuple[tuple[str, ...], ...]
+    optional: bool = False
+
+
+def lines(**table: str) -> tuple[Line, ...]:
+    """Parse `name="data expert | none"` lines. Unknown mesh axes are a `UserError`."""
+    return tuple(_parse_line(name, text) for name, text in table.items())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How attention moves its tokens between devices when `length` is split."""
+
+    attention: Literal["ulysses"] = "ulysses"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A sharding table. Names outside the vocabulary, or listed twice, are a `UserError`."""
+
+    parameters: tuple[Line, ...]
+    activations: tuple[Line, ...]
+    layout: Layout = field(default_factory=Layout)
+
+    def __post_init__(self) -> None:
+        for section, vocabulary in (("parameters", PARAMETER_AXES), ("activations", ACTIVATION_AXES)):
+            seen: set[str] = set()
+            for line in getattr(self, section):
+                _check_name(line.name, vocabulary, f"{section} table")
+                if line.name in seen:
+                    raise UserError(f"{section} table: axis '{line.name}' has two lines; keep one")
+                seen.add(line.name)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one array lives: its names, shape, spec, and every alternative that had to be taken."""
+
+    names: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    fallbacks: tuple[str, ...] = ()
+
+
+def place(
+    table: Sequence[Line], names: Sequence[str | None], shape: Sequence[int], sizes: Mapping[str, int], what: str
+) -> Placement:
+    """Resolve one array against a table on a mesh with axis `sizes`; `None` names an axis that is never split.
+
+    A mesh axis of size 1 (or absent) vanishes from the spec. Raises `UserError` when the table has no line for a
+    name, when no alternative divides, or when a mesh axis would split two axes of the array (whatever its size, so
+    that a table fails on a laptop rather than on the cluster). `what` names the array in those messages.
+    """
+    if len(names) != len(shape):
+        raise ValueError(f"{what}: {len(names)} axis names {tuple(names)} for shape {tuple(shape)}")
+    by_name = {line.name: line for line in table}
+    entries: list[tuple[str, ...]] = []
+    fallbacks: list[str] = []
+    owner: dict[str, str] = {}
+    for name, size in zip(names, shape, strict=True):
+        if name is None:
+            entries.append(())
+            continue
+        if name not in by_name:
+            raise UserError(f"{what}: the table has no line for axis '{name}'; add one, e.g. {name}=\"none\"")
+        axes = _first_dividing(by_name[name], size, sizes, what, fallbacks)
+        for axis in axes:
+            if axis in owner:
+                raise UserError(
+                    f"{what}: mesh axis '{axis}' splits both '{owner[axis]}' and '{name}' of {tuple(names)}; "
+                    f"take it out of one of the two lines"
+                )
+            owner[axis] = name
+        entries.append(tuple(axis for axis in axes if sizes.get(axis, 1) > 1))
+    spec = PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+    return Placement(tuple(names), tuple(shape), spec, tuple(fallbacks))
+
+
+def place_parameters(
+    arrays: Mapping[str, tuple[Sequence[str | None], Sequence[int]]], rules: Rules, mesh: Mesh | AbstractMesh
+) -> dict[str, Placement]:
+    """Placements of all parameters, given as `path -> (axis names, shape)`.
+
+    Raises `UserError` as `place` does, for a name outside the vocabulary, and for a line that no parameter uses.
+    """
+    placements = {}
+    for path, (names, shape) in arrays.items():
+        for name in names:
+            if name is not None:
+                _check_name(name, PARAMETER_AXES, f"parameter {path}")
+        placements[path] = place(rules.parameters, names, shape, dict(mesh.shape), f"parameter {path}")
+    used = {name for names, _ in arrays.values() for name in names}
+    for line in rules.parameters:
+        if line.name not in used and not line.optional:
+            raise UserError(
+                f"parameters table: no parameter of this model has an axis '{line.name}'; "
+                f"delete the line or write \"optional {_describe(line)}\""
+            )
+    return placements
+
+
+# The table enters jit's cache key, so two tables never share a compiled program.
+_rules = jax.make_user_context(default_value=None)
+_recorder: contextvars.ContextVar[list[Placement] | None] = contextvars.ContextVar("recorder", default=None)
+
+
+@contextlib.contextmanager
+def use(mesh: Mesh, rules: Rules) -> Iterator[None]:
+    """Inside this context `constrain` applies `rules` on `mesh`."""
+    with jax.set_mesh(mesh), _rules(rules):
+        yield
+
+
+@contextlib.contextmanager
+def record() -> Iterator[list[Placement]]:
+    """Collect the placement of every activation that is traced inside this context."""
+    placements: list[Placement] = []
+    token = _recorder.set(placements)
+    try:
+        yield placements
+    finally:
+        _recorder.reset(token)
+
+
+def current_rules() -> Rules | None:
+    """The table in use, or None."""
+    return _rules.value
+
+
+def constrain(x: Array, *names: str | None) -> Array:
+    """Lay `x` out as the activation table says; the identity where no table is in use.
+
+    Inside a manual region (`shard_map`) the manual mesh axes are dropped. Raises `UserError` as `place` does.
+    """
+    spec = activation_spec(x.shape, *names)
+    return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
+
+
+def activation_spec(shape: Sequence[int], *names: str | None) -> PartitionSpec | None:
+    """The spec `constrain` would apply to an activation of this shape; None where no table is in use."""
+    for name in names:
+        if name is not None:
+            _check_name(name, ACTIVATION_AXES, "activation")
+    rules, sizes = current_rules(), _automatic_sizes()
+    if rules is None or not sizes:
+        return None
+    placement = place(rules.activations, names, shape, sizes, f"activation {_label(names, shape)}")
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.append(placement)
+    return placement.spec
+
+
+def split_count(name: str) -> int:
+    """Into how many parts the first alternative of an activation line splits its axis (1 where no table is in use)."""
+    _check_name(name, ACTIVATION_AXES, "activation")
+    rules, sizes = current_rules(), _automatic_sizes()
+    if rules is None:
+        return 1
+    line = next((line for line in rules.activations if line.name == name), None)
+    if line is None:
+        raise UserError(f"activations table: no line for axis '{name}'; add one, e.g. {name}=\"none\"")
+    return math.prod(sizes.get(axis, 1) for axis in line.alternatives[0])
+
+
+def _automatic_sizes() -> dict[str, int]:
+    mesh = jax.sharding.get_abstract_mesh()
+    return {axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes}
+
+
+def _first_dividing(
+    line: Line, size: int, sizes: Mapping[str, int], what: str, fallbacks: list[str]
+) -> tuple[str, ...]:
+    for index, axes in enumerate(line.alternatives):
+        if size % math.prod(sizes.get(axis, 1) for axis in axes) == 0:
+            if index:
+                first = " ".join(line.alternatives[0])
+                fallbacks.append(f"{line.name}: {' '.join(axes) or 'none'}, as {first} does not divide {size}")
+            return axes
+    tried = ", ".join(
+        f"{' x '.join(axes)} = {math.prod(sizes.get(axis, 1) for axis in axes)}" for axes in line.alternatives
+    )
+    raise UserError(
+        f"{what}: axis '{line.name}' of size {size} is not divided by {tried}; "
+        f"change the size or the mesh, or end the line with an alternative: {line.name}=\"{_describe(line)} | none\""
+    )
+
+
+def _parse_line(name: str, text: str) -> Line:
+    words = text.split()
+    optional = words[:1] == ["optional"]
+    alternatives = []
+    for part in " ".join(words[optional:]).split("|"):
+        axes = tuple(part.split())
+        if not axes:
+            raise UserError(f"table line {name}=\"{text}\": an alternative is empty; write none for an unsplit axis")
+        if axes == ("none",):
+            axes = ()
+        for axis in axes:
+            _check_name(axis, MESH_AXES, f"table line {name}=\"{text}\"", kind="mesh axis")
+        if len(set(axes)) != len(axes):
+            raise UserError(f"table line {name}=\"{text}\": a mesh axis stands twice in one alternative")
+        alternatives.append(axes)
+    return Line(name, tuple(alternatives), optional)
+
+
+def _describe(line: Line) -> str:
+    return " | ".join(" ".join(axes) or "none" for axes in line.alternatives)
+
+
+def _label(names: Sequence[str | None], shape: Sequence[int]) -> str:
+    return "[" + ", ".join(f"{name or '-'} {size}" for name, size in zip(names, shape, strict=True)) + "]"
+
+
+def _check_name(name: str, vocabulary: Sequence[str] | Mapping[str, str], where: str, kind: str = "axis") -> None:
+    if name not in vocabulary:
+        near = difflib.get_close_matches(name, list(vocabulary), n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"one of {', '.join(vocabulary)}"
+        raise UserError(f"{where}: unknown {kind} '{name}'; {hint}")
