@@ -1,0 +1,64 @@
+"""Layers that several families share: grouped-query attention and the gated feed-forward network."""
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from omnijax.nn.attention import attention
+from omnijax.nn.projections import Linear
+from omnijax.nn.rope import Rotation, rotate
+from omnijax.nn.spans import Span
+from omnijax.sharding import constrain
+
+
+class GroupedQueryAttention(nnx.Module):
+    """Attention with rotary positions, `num_heads` queries over `num_kv_heads` keys (Ainslie et al. 2023).
+
+    `q_norm` and `k_norm`, where a family has them, act on each head before the rotation.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        std: float,
+        rngs: nnx.Rngs,
+        bias: bool = False,
+        output_bias: bool = False,
+        q_norm: nnx.Module | None = None,
+        k_norm: nnx.Module | None = None,
+    ):
+        embed, dim = ("embed", width), ("head_dim", head_dim)
+        heads, kv_heads = ("heads", num_heads), ("kv_heads", num_kv_heads)
+        self.q_proj = Linear((embed,), (heads, dim), std=std, bias=bias, rngs=rngs)
+        self.k_proj = Linear((embed,), (kv_heads, dim), std=std, bias=bias, rngs=rngs)
+        self.v_proj = Linear((embed,), (kv_heads, dim), std=std, bias=bias, rngs=rngs)
+        self.o_proj = Linear((heads, dim), (embed,), std=std, bias=output_bias, rngs=rngs)
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self.scale = head_dim**-0.5
+
+    def __call__(self, x: Float[Array, "B S E"], rotation: Rotation, span: Span) -> Float[Array, "B S E"]:
+        q = constrain(self.q_proj(x), "batch", "length", "act_heads", None)
+        k = constrain(self.k_proj(x), "batch", "length", "act_kv_heads", None)
+        v = constrain(self.v_proj(x), "batch", "length", "act_kv_heads", None)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = attention(rotate(q, rotation), rotate(k, rotation), v, span, scale=self.scale)
+        return self.o_proj(out)
+
+
+class GatedMLP(nnx.Module):
+    """SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, *, width: int, hidden: int, std: float, rngs: nnx.Rngs, bias: bool = False):
+        embed, mlp = ("embed", width), ("mlp", hidden)
+        self.gate_proj = Linear((embed,), (mlp,), std=std, bias=bias, rngs=rngs)
+        self.up_proj = Linear((embed,), (mlp,), std=std, bias=bias, rngs=rngs)
+        self.down_proj = Linear((mlp,), (embed,), std=std, bias=bias, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        hidden = jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(constrain(hidden, "batch", "length", "act_mlp"))

@@ -1,0 +1,21 @@
+"""Normalisation layers; statistics in float32."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from omnijax.nn.projections import param
+
+
+class RMSNorm(nnx.Module):
+    """`x / sqrt(mean(x^2) + eps) * scale` over the last axis (Zhang & Sennrich 2019, eq. 4)."""
+
+    def __init__(self, name: str, width: int, *, eps: float, rngs: nnx.Rngs):
+        self.scale = param(rngs, nnx.initializers.ones, ((name, width),))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return wide.astype(x.dtype) * self.scale[...]

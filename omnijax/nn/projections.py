@@ -1,0 +1,47 @@
+"""Parameters with named axes, and the linear maps made of them."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from omnijax.sharding import constrain
+
+Axes = Sequence[tuple[str, int]]
+"""Named sizes, e.g. `(("heads", 6), ("head_dim", 12))`."""
+
+
+def param(rngs: nnx.Rngs, init: Callable[..., Array], axes: Axes, **metadata: object) -> nnx.Param:
+    """A float32 parameter whose shape and axis names are `axes`; other `metadata` is kept beside them."""
+    names, shape = tuple(name for name, _ in axes), tuple(size for _, size in axes)
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=names, **metadata)
+
+
+class Linear(nnx.Module):
+    """`y = x W + b` from the axes `inputs` to the axes `outputs`; `kernel` is `[*inputs, *outputs]`."""
+
+    def __init__(self, inputs: Axes, outputs: Axes, *, std: float, rngs: nnx.Rngs, bias: bool = False):
+        init = nnx.initializers.normal(std)
+        self.kernel = param(rngs, init, (*inputs, *outputs), inputs=len(inputs))
+        self.bias = param(rngs, nnx.initializers.zeros, outputs) if bias else None
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        kernel = self.kernel[...]
+        count = self.kernel.inputs
+        contracted = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
+        y = jax.lax.dot_general(x, kernel, (contracted, ((), ())))
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Embedding(nnx.Module):
+    """A table `[vocab, embed]`, read by token id; also the output head, as logits are `hidden @ table.T`."""
+
+    def __init__(self, vocab_size: int, width: int, *, std: float, rngs: nnx.Rngs):
+        self.embedding = param(rngs, nnx.initializers.normal(std), (("vocab", vocab_size), ("embed", width)))
+
+    def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
+        # A gather from a table that is still sharded makes XLA rematerialise it whole, with a warning: ask for it.
+        table = constrain(self.embedding[...], None, None)
+        return constrain(table[tokens], "batch", "length", "act_embed")

@@ -1,0 +1,93 @@
+"""A model taken apart: its static definition, and its parameters as one dict from dotted path to array.
+
+Training, checkpoints and Hugging Face names all speak of these paths, e.g. `stacks.0.blocks.0.mlp.up_proj.kernel`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array
+
+from omnijax.sharding import Placement, Rules, place_parameters
+
+Parameters = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of a parameter without its values: axis names, shape, and how many axes a kernel contracts."""
+
+    axes: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    inputs: int | None = None
+
+
+def split(model: nnx.Module) -> tuple[nnx.GraphDef, Parameters]:
+    """The static definition of a model, and its parameters by path."""
+    graphdef, state = nnx.split(model)
+    return graphdef, {path: variable[...] for path, variable in _variables(state)}
+
+
+def merge(graphdef: nnx.GraphDef, parameters: Mapping[str, Array]) -> Any:
+    """The model again; the inverse of `split`."""
+    tree: dict = {}
+    for path, value in parameters.items():
+        *parents, leaf = (int(key) if key.isdigit() else key for key in path.split("."))
+        node = tree
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[leaf] = value
+    return nnx.merge(graphdef, tree)
+
+
+def describe(model: nnx.Module) -> dict[str, Description]:
+    """Axis names and shape of every parameter; `model` may be abstract."""
+    return {
+        path: Description(variable.axes, variable.shape, variable.get_metadata().get("inputs"))
+        for path, variable in _variables(nnx.state(model))
+    }
+
+
+def placements(model: nnx.Module, mesh: Mesh, rules: Rules) -> dict[str, Placement]:
+    """Where every parameter lives. Raises `UserError` where the table cannot place one."""
+    described = {path: (each.axes, each.shape) for path, each in describe(model).items()}
+    return place_parameters(described, rules, mesh)
+
+
+def shardings(model: nnx.Module, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
+    """The same as shardings for `jax.jit`."""
+    return {path: NamedSharding(mesh, each.spec) for path, each in placements(model, mesh, rules).items()}
+
+
+def abstract_model(config: Any, **options: Any) -> Any:
+    """The model a config describes, with shapes in place of arrays; takes no memory."""
+    return nnx.eval_shape(lambda: config.build(rngs=nnx.Rngs(0), **options))
+
+
+def build_model(config: Any, mesh: Mesh, rules: Rules, *, seed: int = 0, **options: Any) -> Any:
+    """A model with fresh float32 parameters, each made where it lives; the same values on every mesh.
+
+    `config` is a model config (`models.qwen3.Qwen3Config`, ...); `options` go to its `build` (`remat`, `loss`).
+    """
+    abstract = abstract_model(config, **options)
+
+    def initialise(key: Array) -> Parameters:
+        return split(config.build(rngs=nnx.Rngs(key), **options))[1]
+
+    make: Callable = jax.jit(initialise, out_shardings=shardings(abstract, mesh, rules))
+    return merge(nnx.graphdef(abstract), make(jax.random.key(seed, impl="threefry2x32")))
+
+
+def cast(parameters: Mapping[str, Array], dtype: jnp.dtype) -> Parameters:
+    """The parameters a forward pass computes with."""
+    return {path: value.astype(dtype) for path, value in parameters.items()}
+
+
+def _variables(state: nnx.State) -> list[tuple[str, nnx.Variable]]:
+    flat = nnx.to_flat_state(state)
+    return [(".".join(str(key) for key in path), variable) for path, variable in flat]

@@ -1,0 +1,156 @@
+"""One optimizer step, compiled once: gradients of every objective, divided once by its global weight."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float32, Int32
+
+from omnijax import parameters
+from omnijax.batch import Batch
+from omnijax.objectives import Mean, Outputs
+from omnijax.parameters import Parameters
+from omnijax.sharding import Rules, constrain, place, split_count
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that a step changes. Parameters are float32, as are the optimizer's moments."""
+
+    step: Int32[Array, ""]
+    params: Parameters
+    opt_state: Any
+
+
+def init_state(model: nnx.Module, optimizer: optax.GradientTransformation, mesh: Mesh, rules: Rules) -> TrainState:
+    """A fresh state around the parameters of `model`, which the first `train_step` consumes."""
+    _, params = parameters.split(model)
+    shardings = state_shardings(model, optimizer, mesh, rules)
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
+    return TrainState(jax.device_put(jnp.zeros((), jnp.int32), shardings.step), params, opt_state)
+
+
+def state_shardings(
+    model: nnx.Module, optimizer: optax.GradientTransformation, mesh: Mesh, rules: Rules
+) -> TrainState:
+    """The sharding of every leaf of a `TrainState`: moments live with their parameter, counters everywhere."""
+    by_path = parameters.shardings(model, mesh, rules)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    abstract = jax.eval_shape(optimizer.init, parameters.split(model)[1])
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer, lambda _, sharding: sharding, abstract, by_path, transform_non_params=lambda _: everywhere
+    )
+    return TrainState(step=everywhere, params=by_path, opt_state=opt_state)  # type: ignore[arg-type]
+
+
+def train_step(
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    shardings: TrainState,
+    *,
+    accumulation: int = 1,
+    dtype: jnp.dtype = jnp.bfloat16,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Float32[Array, ""]]]]:
+    """The compiled step `(state, batch) -> (state, metrics)`; `state` is donated.
+
+    `metrics` holds `loss` (every objective's sum over its global weight, added), each reported mean, `grad_norm`
+    before clipping, and `weight`, the weight of objective `text`. `accumulation` cuts the batch into so many
+    micro-batches; the result does not depend on it. Call it inside `sharding.use`.
+    """
+
+    def forward(params: Parameters, batch: Batch) -> Outputs:
+        return parameters.merge(graphdef, parameters.cast(params, dtype))(batch)
+
+    def scaled_loss(params: Parameters, batch: Batch, weights: Mapping[str, Array] | None) -> tuple[Array, tuple]:
+        outputs = forward(params, batch)
+        weights = _weights(outputs) if weights is None else weights
+        terms = [total / _at_least_one(weights[name]) for name, (total, _) in outputs.objectives.items()]
+        return sum(terms, jnp.zeros((), jnp.float32)), (outputs.metrics, weights["text"])
+
+    differentiate = jax.value_and_grad(scaled_loss, has_aux=True)
+
+    def gradients(params: Parameters, batch: Batch) -> tuple[tuple[Array, tuple], Parameters]:
+        if accumulation == 1:
+            return differentiate(params, batch, None)
+        micro_batches = _micro_batches(batch, accumulation)
+        # The global weights come first, as sums of different objectives cannot be told apart once they are added.
+        # They depend on the batch alone: of this pass XLA keeps nothing but their sums.
+        per_micro_batch = jax.lax.map(lambda micro: _weights(forward(params, micro)), micro_batches)
+        weights = {name: each.sum() for name, each in per_micro_batch.items()}
+
+        def add(carry, micro):
+            (total, (means, _)), grads = carry
+            (loss, (metrics, _)), more = differentiate(params, micro, weights)
+            means, grads = jax.tree.map(jnp.add, (means, grads), (metrics, more))
+            return ((total + loss, (means, weights["text"])), grads), None
+
+        first = jax.tree.map(lambda x: x[0], micro_batches)
+        shapes = jax.eval_shape(lambda: differentiate(params, first, weights))
+        value, grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        grads = jax.lax.with_sharding_constraint(grads, shardings.params)
+        return jax.lax.scan(add, (value, grads), micro_batches)[0]
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+        (loss, (metrics, weight)), grads = gradients(state.params, batch)
+        grads = jax.lax.with_sharding_constraint(grads, shardings.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        report = {name: total / _at_least_one(count) for name, (total, count) in metrics.items()}
+        report |= {"loss": loss, "grad_norm": optax.global_norm(grads), "weight": weight}
+        return TrainState(state.step + 1, params, opt_state), report
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, shardings.step))
+
+
+def evaluation_step(
+    graphdef: nnx.GraphDef, *, dtype: jnp.dtype = jnp.bfloat16
+) -> Callable[[Parameters, Batch], dict[str, Mean]]:
+    """The compiled `(params, batch) -> means`, as sums and weights that the caller adds over batches."""
+
+    def evaluate(params: Parameters, batch: Batch) -> dict[str, Mean]:
+        return parameters.merge(graphdef, parameters.cast(params, dtype))(batch).metrics
+
+    return jax.jit(evaluate)
+
+
+def put_batch(arrays: Mapping[str, np.ndarray], mesh: Mesh, rules: Rules) -> Batch:
+    """Host rows `[B, S]` as a `Batch` on the mesh; every process passes the same rows and keeps what it holds.
+
+    Raises `UserError` where the table cannot split the rows.
+    """
+
+    def put(name: str, x: np.ndarray) -> Array:
+        names = ("batch", "length", *(None,) * (x.ndim - 2))
+        spec = place(rules.activations, names, x.shape, dict(mesh.shape), f"batch.{name}").spec
+        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+
+    return Batch(**{name: put(name, x) for name, x in arrays.items()})
+
+
+def _weights(outputs: Outputs) -> dict[str, Array]:
+    return {name: weight for name, (_, weight) in outputs.objectives.items()}
+
+
+def _at_least_one(weight: Array) -> Array:
+    """Nothing to train on is a loss of 0, not of 0 / 0."""
+    return jnp.where(weight > 0, weight, 1)
+
+
+def _micro_batches(batch: Batch, count: int) -> Batch:
+    """Split rows into `count` micro-batches `[count, B / count, ...]`, each device keeping its own rows."""
+    groups = split_count("batch")
+
+    def cut(x: Array) -> Array:
+        rows, *rest = x.shape
+        x = x.reshape(groups, count, rows // (groups * count), *rest).swapaxes(0, 1)
+        x = x.reshape(count, rows // count, *rest)
+        return constrain(x, None, "batch", "length", *(None,) * (x.ndim - 3))
+
+    return jax.tree.map(cut, batch)
