@@ -1,0 +1,1 @@
+"""From text to rows: sources, tokenizers, packing, the exact stream and held-out rows. NumPy only, no jax."""

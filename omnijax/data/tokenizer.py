@@ -1,0 +1,138 @@
+"""Tokenizers: text to ids and back. Both are config dataclasses; neither adds special tokens."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from jaxtyping import Int, Int32
+
+from omnijax.errors import UserError
+
+Ids = Sequence[int] | Int[np.ndarray, "tokens"]
+
+
+class Tokenizer(ABC):
+    """What `config.Data.tokenizer` may be; derive from it to bring your own."""
+
+    @property
+    @abstractmethod
+    def eos_id(self) -> int:
+        """The token that ends a document."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """All ids are below it."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Differs between tokenizers that may give different ids."""
+
+    @abstractmethod
+    def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
+        """The ids of `text`, with no special tokens added."""
+
+    @abstractmethod
+    def decode(self, ids: Ids) -> str:
+        """The text of `ids`; the end of a document is left out, broken UTF-8 becomes U+FFFD."""
+
+    @abstractmethod
+    def predicted_bytes(self, text: str) -> int:
+        """UTF-8 bytes of `text` past its first token, which nothing predicts: the divisor of bits per byte."""
+
+
+@dataclass(frozen=True)
+class Bytes(Tokenizer):
+    """UTF-8 bytes are the ids 0..255; 256 ends a document."""
+
+    @property
+    def eos_id(self) -> int:
+        return 256
+
+    @property
+    def vocab_size(self) -> int:
+        return 257
+
+    @property
+    def fingerprint(self) -> str:
+        return "bytes"
+
+    def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Ids) -> str:
+        return bytes(int(token) for token in ids if token != self.eos_id).decode(errors="replace")
+
+    def predicted_bytes(self, text: str) -> int:
+        return max(len(text.encode()) - 1, 0)
+
+
+@dataclass(frozen=True)
+class TokenizerFile(Tokenizer):
+    """A Hugging Face `tokenizer.json`, read at first use; `eos` is the token that ends a document.
+
+    Special tokens spelled out in a text are recognised and none is decoded, as in Hugging Face. Truncation and padding
+    that the file asks for are switched off. Raises `UserError` at first use where the file cannot be read or has no
+    token `eos`.
+    """
+
+    path: str
+    eos: str
+
+    @cached_property
+    def eos_id(self) -> int:
+        token = self._tokenizer.token_to_id(self.eos)
+        if token is None:
+            nearest = get_close_matches(self.eos, self._vocabulary, 3, cutoff=0.3)
+            mend = f"did you mean {' or '.join(map(repr, nearest))}?" if nearest else "name the end of a document"
+            raise UserError(f"TokenizerFile.eos {self.eos!r} is not a token of {self.path!r}: {mend}")
+        return token
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return max(self._vocabulary.values()) + 1  # not their number: ids may leave gaps
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return f"sha256 {hashlib.sha256(self._content).hexdigest()[:16]} eos {self.eos_id}"
+
+    def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Ids) -> str:
+        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
+
+    def predicted_bytes(self, text: str) -> int:
+        spans = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        return len(text[spans[0][1] :].encode()) if spans else 0
+
+    @cached_property
+    def _tokenizer(self) -> tokenizers.Tokenizer:
+        try:
+            tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
+        except Exception as error:  # the library raises bare Exception
+            reason = " ".join(str(error).split())
+            raise UserError(f"TokenizerFile.path {self.path!r} is no tokenizer.json ({reason}): give one") from error
+        # A file saved for inference may cut every text at 512 tokens or fill it up: neither belongs in packed rows.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+    @cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    @property
+    def _content(self) -> bytes:
+        try:
+            return Path(self.path).expanduser().read_bytes()
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise UserError(f"TokenizerFile.path {self.path!r} cannot be read ({reason}): give one that can") from error
