@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from omnijax.batch import Batch
 from omnijax.nn import rope, spans
@@ -99,7 +100,7 @@ class Decoder(nnx.Module):
         vocab_size: int,
         width: int,
         plans: Sequence[StackPlan],
-        frequencies: Float[Array, " half"],
+        frequencies: Float32[np.ndarray, " half"],
         norm_eps: float,
         tie_word_embeddings: bool,
         std: float,
@@ -116,7 +117,7 @@ class Decoder(nnx.Module):
 
     def __call__(self, batch: Batch) -> Outputs:
         """Hidden states of every token, and the objective `text`."""
-        rotation = rope.rotation(batch.positions, jnp.asarray(self.frequencies, jnp.float32))
+        rotation = rope.rotation(batch.positions, np.asarray(self.frequencies, np.float32))
         span = spans.causal(batch.segment_ids)
         x = self.embed_tokens(batch.tokens)
         for stack in self.stacks:

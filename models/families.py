@@ -1,4 +1,4 @@
-"""Model families. `FAMILIES` is data; `family_of` reads which one a Hugging Face folder holds."""
+"""Which families there are; `family_of` reads which one a Hugging Face folder holds."""
 
 import importlib
 import json

@@ -1,11 +1,15 @@
 """Qwen3, dense (Qwen3 Technical Report, arXiv 2505.09388): grouped-query attention with normalised queries and keys."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from flax import nnx
 
+from models import hf_config
 from models.decoder import Block, Decoder, StackPlan
 from models.layers import GatedMLP, GroupedQueryAttention
+from omnijax.errors import UserError
 from omnijax.nn.norms import RMSNorm
 from omnijax.nn.remat import Remat
 from omnijax.nn.rope import inverse_frequencies
@@ -30,12 +34,40 @@ class Qwen3Config:
     use_sliding_window: bool = False
     sliding_window: int | None = None
     max_window_layers: int = 28
+    layer_types: tuple[str, ...] | None = None
     initializer_range: float = 0.02
 
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any], name: str = "config.json") -> "Qwen3Config":
+        """Read a `config.json`; raises `UserError` for what Qwen3 does not have."""
+        return hf_config.read(cls, values, fixed={"hidden_act": "silu", "attention_dropout": 0.0}, name=name)
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"Qwen3Config: {self.num_attention_heads} attention heads are not a multiple of "
+                f"{self.num_key_value_heads} key/value heads; change one of them"
+            )
+        if self.head_dim % 2:
+            raise UserError(f"Qwen3Config.head_dim = {self.head_dim} is odd; rotary positions turn pairs of channels")
+        if self.use_sliding_window and not self.sliding_window:
+            raise UserError("Qwen3Config.use_sliding_window needs sliding_window, a number of tokens")
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            raise UserError(f"Qwen3Config: {len(self.layer_types)} layer_types for {self.num_hidden_layers} layers")
+
     def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of every layer: layers from `max_window_layers` on have one, if windows are used."""
-        window = self.sliding_window if self.use_sliding_window else None
-        return tuple(window if layer >= self.max_window_layers else None for layer in range(self.num_hidden_layers))
+        """The sliding window of every layer: as `layer_types` says, else for the layers from `max_window_layers` on."""
+        if not self.use_sliding_window:
+            return (None,) * self.num_hidden_layers
+        kinds = self.layer_types or tuple(
+            "sliding_attention" if layer >= self.max_window_layers else "full_attention"
+            for layer in range(self.num_hidden_layers)
+        )
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+
+    def attention_costs(self) -> tuple[tuple[int | None, int], ...]:
+        """Per layer: its window, and the multiply-adds of one query seeing one key (scores and values)."""
+        return tuple((window, self.num_attention_heads * 2 * self.head_dim) for window in self.windows())
 
     def build(self, *, rngs: nnx.Rngs, remat: Remat = "none", loss: TextLoss | None = None) -> "Qwen3":
         """The model with fresh float32 parameters."""

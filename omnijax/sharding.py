@@ -163,9 +163,10 @@ _recorder: contextvars.ContextVar[list[Placement] | None] = contextvars.ContextV
 
 
 @contextlib.contextmanager
-def use(mesh: Mesh, rules: Rules) -> Iterator[None]:
-    """Inside this context `constrain` applies `rules` on `mesh`."""
-    with jax.set_mesh(mesh), _rules(rules):
+def use(mesh: Mesh | AbstractMesh, rules: Rules) -> Iterator[None]:
+    """Inside this context `constrain` applies `rules` on `mesh`; an abstract mesh serves tracing without devices."""
+    enter = jax.set_mesh if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh
+    with enter(mesh), _rules(rules):  # type: ignore[operator]
         yield
 
 
@@ -202,7 +203,7 @@ def activation_spec(shape: Sequence[int], *names: str | None) -> PartitionSpec |
     rules, sizes = current_rules(), _automatic_sizes()
     if rules is None or not sizes:
         return None
-    placement = place(rules.activations, names, shape, sizes, f"activation {_label(names, shape)}")
+    placement = place(rules.activations, names, shape, sizes, f"activation {label(names, shape)}")
     recorder = _recorder.get()
     if recorder is not None:
         recorder.append(placement)
@@ -219,6 +220,11 @@ def split_count(name: str) -> int:
     if line is None:
         raise UserError(f"activations table: no line for axis '{name}'; add one, e.g. {name}=\"none\"")
     return math.prod(sizes.get(axis, 1) for axis in line.alternatives[0])
+
+
+def label(names: Sequence[str | None], shape: Sequence[int]) -> str:
+    """An array in words, e.g. `[batch 8, length 128, - 3]`."""
+    return "[" + ", ".join(f"{name or '-'} {size}" for name, size in zip(names, shape, strict=True)) + "]"
 
 
 def _automatic_sizes() -> dict[str, int]:
@@ -264,10 +270,6 @@ def _parse_line(name: str, text: str) -> Line:
 
 def _describe(line: Line) -> str:
     return " | ".join(" ".join(axes) or "none" for axes in line.alternatives)
-
-
-def _label(names: Sequence[str | None], shape: Sequence[int]) -> str:
-    return "[" + ", ".join(f"{name or '-'} {size}" for name, size in zip(names, shape, strict=True)) + "]"
 
 
 def _check_name(name: str, vocabulary: Sequence[str] | Mapping[str, str], where: str, kind: str = "axis") -> None:

@@ -44,7 +44,7 @@ def state_shardings(
     by_path = parameters.shardings(model, mesh, rules)
     everywhere = NamedSharding(mesh, PartitionSpec())
     abstract = jax.eval_shape(optimizer.init, parameters.split(model)[1])
-    opt_state = optax.tree_utils.tree_map_params(
+    opt_state = optax.tree.map_params(
         optimizer, lambda _, sharding: sharding, abstract, by_path, transform_non_params=lambda _: everywhere
     )
     return TrainState(step=everywhere, params=by_path, opt_state=opt_state)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def train_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         report = {name: total / _at_least_one(count) for name, (total, count) in metrics.items()}
-        report |= {"loss": loss, "grad_norm": optax.global_norm(grads), "weight": weight}
+        report |= {"loss": loss, "grad_norm": optax.tree.norm(grads), "weight": weight}
         return TrainState(state.step + 1, params, opt_state), report
 
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, shardings.step))

@@ -20,12 +20,15 @@ def param(rngs: nnx.Rngs, init: Callable[..., Array], axes: Axes, **metadata: ob
 
 
 class Linear(nnx.Module):
-    """`y = x W + b` from the axes `inputs` to the axes `outputs`; `kernel` is `[*inputs, *outputs]`."""
+    """`y = x W + b` from the axes `inputs` to the axes `outputs`; `kernel` is `[*inputs, *outputs]`.
+
+    The metadata `inputs` of its parameters counts the axes they contract, for checkpoints that flatten them.
+    """
 
     def __init__(self, inputs: Axes, outputs: Axes, *, std: float, rngs: nnx.Rngs, bias: bool = False):
         init = nnx.initializers.normal(std)
         self.kernel = param(rngs, init, (*inputs, *outputs), inputs=len(inputs))
-        self.bias = param(rngs, nnx.initializers.zeros, outputs) if bias else None
+        self.bias = param(rngs, nnx.initializers.zeros, outputs, inputs=0) if bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         kernel = self.kernel[...]

@@ -1,0 +1,50 @@
+"""Reading a Hugging Face `config.json` into a family's config dataclass, in both spellings that are about."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from omnijax.errors import UserError
+
+Config = TypeVar("Config")
+
+logger = logging.getLogger(__name__)
+
+# What says nothing about the maths of a model.
+INERT = frozenset(
+    "_name_or_path architectures auto_map bos_token_id dtype eos_token_id max_position_embeddings model_type "
+    "output_attentions output_hidden_states pad_token_id pretraining_tp return_dict torch_dtype "
+    "transformers_version use_cache".split()
+)
+
+
+def read(cls: type[Config], values: Mapping[str, Any], *, fixed: Mapping[str, Any], name: str) -> Config:
+    """An instance of the dataclass `cls` from the keys of a `config.json` that are named as its fields.
+
+    `fixed` holds keys the family supports with one value only, e.g. `hidden_act="silu"`; another value is a
+    `UserError`. Keys that are neither known nor inert are logged by name.
+    """
+    values = _one_spelling(values, name)
+    fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key, only in fixed.items():
+        if key in values and values[key] != only:
+            raise UserError(f"{name}: {key} = {values[key]!r} is not supported for this family, only {only!r}")
+    unknown = [key for key in values if key not in fields | INERT | set(fixed) and values[key] is not None]
+    if unknown:
+        logger.warning("%s: keys this family does not know, and does without: %s", name, ", ".join(sorted(unknown)))
+    known = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in fields}
+    return cls(**known)
+
+
+def _one_spelling(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """transformers 5 keeps `rope_theta` inside `rope_parameters`; hub files keep it beside `rope_scaling`."""
+    flat = dict(values)
+    scaling = dict(flat.pop("rope_scaling", None) or {})
+    scaling |= dict(flat.pop("rope_parameters", None) or {})
+    if "rope_theta" in scaling:
+        flat["rope_theta"] = scaling.pop("rope_theta")
+    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
+    if kind != "default":
+        raise UserError(f"{name}: rope type '{kind}' is not supported for this family, only 'default'")
+    return flat

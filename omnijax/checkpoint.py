@@ -1,0 +1,120 @@
+"""Checkpoints: orbax, written in the background, restored onto any mesh.
+
+One step is five items: `params` and `optimizer` (arrays), `data` (state of the stream after the last row consumed),
+`config` (the resolved gin file) and `meta`.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from omnijax.errors import UserError
+from omnijax.parameters import Parameters
+from omnijax.step import TrainState
+
+
+MEBIBYTE = 2**20
+
+
+def open_checkpoints(directory: str | os.PathLike[str], *, keep: int = 2, read_only: bool = False) -> Any:
+    """The checkpoint manager of a run; `wait_until_finished` and `close` it, as both raise what a save met."""
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=None if read_only else keep, read_only=read_only, create=not read_only, step_prefix="step"
+    )
+    return ocp.CheckpointManager(os.path.abspath(directory), options=options)
+
+
+def save(manager: Any, state: TrainState, data: Mapping[str, Any], config: str) -> None:
+    """Start saving `state`; the arrays are copied before this returns, written after. Raises what the last save met."""
+    manager.check_for_errors()
+    step = int(state.step)
+    items = {
+        "params": ocp.args.StandardSave(state.params, save_args=_layer_chunks(state.params)),
+        "optimizer": ocp.args.StandardSave(state.opt_state, save_args=_layer_chunks(state.opt_state)),
+        "data": ocp.args.JsonSave(dict(data)),
+        "config": ocp.args.JsonSave({"gin": config}),
+        "meta": ocp.args.JsonSave(
+            {"step": step, "jax": jax.__version__, "shapes": {path: x.shape for path, x in state.params.items()}}
+        ),
+    }
+    if not manager.save(step, args=ocp.args.Composite(**items), force=True):
+        raise RuntimeError(f"orbax did not save step {step}")
+
+
+def latest_step(manager: Any) -> int | None:
+    """The newest step whose save was committed; None where there is none."""
+    return manager.latest_step()
+
+
+def restore(manager: Any, step: int, like: TrainState, shardings: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    """State and data state of `step`, each array read straight to where `shardings` puts it.
+
+    `like` gives the tree and the shapes. Raises `UserError` where the checkpoint holds another model.
+    """
+    check_same_model(manager, step, {path: tuple(x.shape) for path, x in like.params.items()})
+    target = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, shardings
+    )
+    args = ocp.args.Composite(
+        params=ocp.args.StandardRestore(target.params),
+        optimizer=ocp.args.StandardRestore(target.opt_state),
+        data=ocp.args.JsonRestore(),
+    )
+    items = manager.restore(step, args=args)
+    number = jax.device_put(np.asarray(step, np.int32), shardings.step)
+    return TrainState(number, items["params"], items["optimizer"]), items["data"]
+
+
+def restore_params(manager: Any, shardings: Mapping[str, Any]) -> Parameters:
+    """The parameters of the newest step alone, float32."""
+    step = _newest(manager)
+    shapes = _meta(manager, step)["shapes"]
+    check_same_model(manager, step, {path: tuple(shapes.get(path, ())) for path in shardings})
+    target = {
+        path: jax.ShapeDtypeStruct(shapes[path], np.float32, sharding=sharding) for path, sharding in shardings.items()
+    }
+    return manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))["params"]
+
+
+def check_same_model(manager: Any, step: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """`UserError` unless the parameters of `step` have these paths and shapes."""
+    saved = {path: tuple(shape) for path, shape in _meta(manager, step)["shapes"].items()}
+    for path in sorted(set(saved) | set(shapes)):
+        if saved.get(path) != shapes.get(path):
+            raise UserError(
+                f"{manager.directory}: step {step} was saved from another model: {path} is "
+                f"{saved.get(path, 'absent')} there and {shapes.get(path, 'absent')} in this config; "
+                f"change the model back or choose another Run.dir"
+            )
+
+
+def saved_config(manager: Any) -> str:
+    """The resolved gin file of the newest checkpoint; `UserError` where there is no checkpoint."""
+    return manager.restore(_newest(manager), args=ocp.args.Composite(config=ocp.args.JsonRestore()))["config"]["gin"]
+
+
+def _newest(manager: Any) -> int:
+    step = latest_step(manager)
+    if step is None:
+        raise UserError(f"{manager.directory}: no checkpoint here; give the folder of a run that saved one")
+    return step
+
+
+def _meta(manager: Any, step: int) -> dict[str, Any]:
+    return manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+
+
+def _layer_chunks(tree: Any) -> Any:
+    """One layer a chunk for arrays that stack layers, if a layer is large: else reading one reads the whole stack."""
+
+    def args(path: Any, x: Any) -> ocp.SaveArgs:
+        stacked = "stacks." in jax.tree_util.keystr(path) and x.ndim > 1
+        layer = math.prod(x.sharding.shard_shape(x.shape)[1:]) * x.dtype.itemsize
+        return ocp.SaveArgs(chunk_byte_size=layer, shard_axes=(0,)) if stacked and layer >= MEBIBYTE else ocp.SaveArgs()
+
+    return jax.tree_util.tree_map_with_path(args, tree)

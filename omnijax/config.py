@@ -1,0 +1,164 @@
+"""Every setting of a run, as one tree of frozen dataclasses; gin files bind nothing else.
+
+`python -m omnijax.train FILE.gin Mesh.tensor=2` overrides any field by a unique suffix of its name.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from omnijax import ginfile
+from omnijax.data.sources import Source
+from omnijax.data.tokenizer import Tokenizer
+from omnijax.errors import UserError
+from omnijax.fields import ranged
+from omnijax.nn.remat import Remat
+from omnijax.objectives import TextLoss
+from omnijax.sharding import Rules
+
+
+@dataclass(frozen=True)
+class Run:
+    """What to run and where its results go.
+
+    dir:           the run folder; made if missing
+    steps:         optimizer steps in all, resumed ones included
+    resume:        go on from the newest checkpoint of `dir` if there is one; False refuses a folder that holds one
+    profile:       (first, last) step of a `jax.profiler` trace, or None
+    compile_cache: folder that keeps compiled programs between runs; "" turns it off
+    peak_tflops:   bf16 peak of one device, for MFU on hardware the built-in list lacks
+    """
+
+    dir: str
+    steps: int = ranged(at_least=1)
+    seed: int = ranged(0, at_least=0)
+    resume: bool = True
+    profile: tuple[int, int] | None = None
+    compile_cache: str = "~/.cache/omnijax/xla"
+    peak_tflops: float | None = None
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the mesh axes; one may be -1, which takes all devices that are left."""
+
+    replica: int = ranged(1, at_least=-1)
+    data: int = ranged(-1, at_least=-1)
+    expert: int = ranged(1, at_least=-1)
+    sequence: int = ranged(1, at_least=-1)
+    tensor: int = ranged(1, at_least=-1)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Text, cut into rows.
+
+    length:  tokens of a row
+    rows:    rows of the global batch of one step
+    shards:  virtual shards of the stream (None: `rows`); the rows depend on it, never on processes or meshes
+    holdout: share of the documents, from the end, kept for evaluation; 0 for none
+    """
+
+    source: Source
+    tokenizer: Tokenizer
+    length: int = ranged(at_least=2)
+    rows: int = ranged(at_least=1)
+    shards: int | None = ranged(None, at_least=1)
+    holdout: float = ranged(0.0, at_least=0.0, below=1.0)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW and its learning-rate schedule; see `omnijax.optim`."""
+
+    learning_rate: float = ranged(above=0.0)
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup_steps: int = ranged(0, at_least=0)
+    decay_fraction: float = ranged(0.2, above=0.0, at_most=1.0)
+    final_fraction: float = ranged(0.1, at_least=0.0, at_most=1.0)
+    b1: float = ranged(0.9, at_least=0.0, below=1.0)
+    b2: float = ranged(0.95, at_least=0.0, below=1.0)
+    eps: float = ranged(1e-8, above=0.0)
+    weight_decay: float = ranged(0.1, at_least=0.0)
+    decay_embeddings: bool = False
+    clip_norm: float | None = ranged(1.0, above=0.0)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How a step is computed; nothing here changes what is computed beyond rounding.
+
+    dtype:        of activations and of the weights' copies; parameters and optimizer stay float32
+    attention:    kernel; `auto` picks one for the hardware
+    remat:        what the backward pass recomputes
+    accumulation: micro-batches of a step
+    """
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    attention: Literal["auto", "blockwise", "reference"] = "auto"
+    remat: Remat = "full"
+    accumulation: int = ranged(1, at_least=1)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out loss every `every` steps and at the end; 0 turns it off.
+
+    ngrams: orders of the n-gram models (add-0.1 smoothing) whose held-out bits are printed as a yardstick
+    """
+
+    every: int = ranged(0, at_least=0)
+    ngrams: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Checkpoints every `every` steps (0: none but the last), the newest `keep` kept."""
+
+    every: int = ranged(0, at_least=0)
+    keep: int = ranged(2, at_least=1)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The continuation a run ends with; no prompt, no sample."""
+
+    prompt: str = ""
+    tokens: int = ranged(200, at_least=1)
+    temperature: float = ranged(0.8, at_least=0.0)
+
+
+@dataclass(frozen=True)
+class Train:
+    """The root of a config. `model` is a model config (`models.*`), `rules` a table (`sharding_rules.*`)."""
+
+    run: Run
+    model: Any
+    rules: Rules
+    data: Data
+    optimizer: Optimizer
+    mesh: Mesh = field(default_factory=Mesh)
+    loss: TextLoss = field(default_factory=TextLoss)
+    compute: Compute = field(default_factory=Compute)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    sample: Sample = field(default_factory=Sample)
+
+    def __post_init__(self) -> None:
+        if self.data.rows % self.compute.accumulation:
+            raise UserError(
+                f"Compute.accumulation = {self.compute.accumulation} does not divide Data.rows = {self.data.rows}; "
+                f"change one of them"
+            )
+        if self.evaluation.every and not self.data.holdout:
+            raise UserError(
+                f"Evaluation.every = {self.evaluation.every} needs held-out text; set Data.holdout, e.g. 0.05"
+            )
+        if not callable(getattr(self.model, "build", None)):
+            raise UserError(f"Train.model = {self.model!r} is not a model config, e.g. @qwen3.Qwen3Config()")
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Train:
+    """The settings of a gin file, with `Section.field=value` overrides; `UserError` for every mistake in them."""
+    return ginfile.load(path, overrides, root=Train).value

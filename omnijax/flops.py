@@ -1,0 +1,67 @@
+"""Floating-point operations of a step, for MFU.
+
+Convention: a training step is three forward passes (one forward, two backward; recomputation is not counted). A
+forward pass is two operations per weight of every matrix product and real token, output head included, embedding
+lookup excluded, plus attention over the query-key pairs that are really attended: causal, within a document, within
+the window. Padding counts nothing.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from omnijax.parameters import describe
+
+# Dense bf16 peak of one device in FLOP/s, by a word of jax's device_kind; NVIDIA data sheets, without sparsity.
+PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Forward operations: `per_token` of the matrix products; per attended pair of every layer, with its window."""
+
+    per_token: int
+    attention: tuple[tuple[int | None, int], ...]
+
+
+def forward_cost(model: Any, attention_costs: tuple[tuple[int | None, int], ...]) -> Cost:
+    """The cost of a language model; `attention_costs` as `config.attention_costs()` gives them, in multiply-adds."""
+    described = describe(model)
+    weights = sum(math.prod(each.shape) for path, each in described.items() if path.endswith(".kernel"))
+    head = described.get("lm_head.embedding", described["embed_tokens.embedding"])
+    per_token = 2 * (weights + math.prod(head.shape))
+    return Cost(per_token, tuple((window, 2 * pairs) for window, pairs in attention_costs))
+
+
+def training_flops(cost: Cost, segment_ids: Int[np.ndarray, "B S"]) -> float:
+    """Operations of one training step on these rows."""
+    lengths = document_lengths(segment_ids)
+    attention = 0.0
+    for window in {window for window, _ in cost.attention}:
+        per_pair = sum(flops for other, flops in cost.attention if other == window)
+        attention += per_pair * attended_pairs(lengths, window)
+    return 3.0 * (cost.per_token * float(lengths.sum()) + attention)
+
+
+def document_lengths(segment_ids: Int[np.ndarray, "B S"]) -> Int[np.ndarray, " documents"]:
+    """Lengths of all documents of all rows."""
+    rows, length = segment_ids.shape
+    distinct = segment_ids.astype(np.int64) + np.arange(rows)[:, None] * (length + 1)
+    return np.unique(distinct[segment_ids > 0], return_counts=True)[1]
+
+
+def attended_pairs(lengths: Int[np.ndarray, " documents"], window: int | None) -> int:
+    """Query-key pairs of causal attention in documents of these lengths, each query seeing at most `window` keys."""
+    lengths = lengths.astype(np.int64)
+    full = lengths if window is None else np.minimum(lengths, window)
+    return int((full * (full + 1) // 2 + (lengths - full) * full).sum())
+
+
+def peak_flops(device_kind: str, given_tflops: float | None) -> float | None:
+    """Peak of one device in FLOP/s: the config's figure, else the built-in list's, else None."""
+    if given_tflops is not None:
+        return given_tflops * 1e12
+    return next((peak for word, peak in PEAKS.items() if word in device_kind), None)

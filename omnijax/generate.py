@@ -1,0 +1,58 @@
+"""Continue a prompt with a trained run: `python -m omnijax.generate RUN_FOLDER "prompt"`."""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from omnijax import checkpoint, commands, config, parameters
+from omnijax.data.tokenizer import Tokenizer
+from omnijax.errors import UserError
+from omnijax.mesh import make_mesh
+from omnijax.sampling import sample
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m omnijax.generate", description=__doc__)
+    parser.add_argument("run", help="folder of a run that saved a checkpoint")
+    parser.add_argument("prompt")
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.tokens < 1 or arguments.temperature < 0:
+        raise UserError(f"--tokens {arguments.tokens} must be positive and --temperature {arguments.temperature} not negative")
+    folder = Path(arguments.run)
+    if not (folder / "checkpoints").is_dir():
+        raise UserError(f"{folder}: no checkpoints here; give the folder of a run, e.g. runs/quickstart")
+    model, tokenizer, settings = load_run(folder)
+    ids = sample(
+        model,
+        tokenizer.encode(arguments.prompt),
+        tokens=arguments.tokens,
+        context=settings.data.length,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+    )
+    print(arguments.prompt + tokenizer.decode(ids))
+
+
+def load_run(folder: Path) -> tuple[object, Tokenizer, config.Train]:
+    """Model (on one device), tokenizer and settings of the newest checkpoint of a run."""
+    manager = checkpoint.open_checkpoints(folder / "checkpoints", read_only=True)
+    text = checkpoint.saved_config(manager)
+    with tempfile.NamedTemporaryFile("w", suffix=".gin") as file:
+        file.write(text)
+        file.flush()
+        settings = config.load_config(file.name)
+    mesh = make_mesh(data=1, devices=jax.devices()[:1])
+    abstract = parameters.abstract_model(settings.model, loss=settings.loss)
+    params = checkpoint.restore_params(manager, parameters.shardings(abstract, mesh, settings.rules))
+    manager.close()
+    return parameters.merge(nnx.graphdef(abstract), params), settings.data.tokenizer, settings
+
+
+if __name__ == "__main__":
+    commands.run(main)

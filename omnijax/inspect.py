@@ -1,0 +1,74 @@
+"""Show where every array of a model lives: `python -m omnijax.inspect CONFIG.gin [Name.field=value ...]`.
+
+Takes no device memory, and needs no devices: a mesh of any size can be looked at from a laptop.
+"""
+
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+
+from omnijax import commands, config, ginfile, parameters, report, sharding
+from omnijax.batch import Batch
+from omnijax.errors import UserError
+from omnijax.sharding import MESH_AXES, Placement
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        raise SystemExit("usage: python -m omnijax.inspect CONFIG.gin [Name.field=value ...]\nfields: omnijax/config.py")
+    settings = ginfile.load(sys.argv[1], sys.argv[2:], root=config.Train).value
+    print(inspect(settings))
+
+
+def inspect(settings: config.Train) -> str:
+    """A table of every parameter (axes, shape, spec, bytes per device) and of every activation that is laid out."""
+    mesh = abstract_mesh(settings.mesh)
+    model = parameters.abstract_model(settings.model, remat=settings.compute.remat, loss=settings.loss)
+    placed = parameters.placements(model, mesh, settings.rules)
+    rows = [
+        (path, sharding.label(each.names, each.shape), str(each.spec), f"{report.bytes_per_device(each, mesh):,}", "; ".join(each.fallbacks))
+        for path, each in placed.items()
+    ]
+    lines = [f"mesh: {mesh.size} devices, {report.axes_text(mesh)}", report.sharding_text(placed, mesh), ""]
+    lines += _table(("parameter", "axes", "spec", "bytes a device", "alternative taken"), rows)
+    seen = {(each.names, each.shape): each for each in activations(settings, model, mesh)}
+    rows = [(sharding.label(each.names, each.shape), str(each.spec), "; ".join(each.fallbacks)) for each in seen.values()]
+    lines += ["", *_table(("activation", "spec", "alternative taken"), rows)]
+    return "\n".join(lines)
+
+
+def abstract_mesh(sizes: config.Mesh) -> AbstractMesh:
+    """The mesh of a config without its devices. A size of -1 is refused unless this machine's devices decide it."""
+    shape = [getattr(sizes, axis) for axis in MESH_AXES]
+    if -1 in shape:
+        known = math.prod(size for size in shape if size != -1)
+        if jax.device_count() % known:
+            raise UserError(
+                f"Mesh.{MESH_AXES[shape.index(-1)]} = -1 takes the devices that are left, but {jax.device_count()} here "
+                f"are no multiple of {known}; give its size"
+            )
+        shape[shape.index(-1)] = jax.device_count() // known
+    return AbstractMesh(tuple(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def activations(settings: config.Train, model, mesh: AbstractMesh) -> list[Placement]:
+    """Placements of the activations of one micro-batch's forward pass, in the order they are met."""
+    shape = (settings.data.rows // settings.compute.accumulation, settings.data.length)
+    integers, weights = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
+    batch = Batch(integers, integers, integers, integers, weights, integers)
+    graphdef, params = parameters.split(model)
+    with sharding.use(mesh, settings.rules), sharding.record() as placements:
+        jax.eval_shape(lambda params, batch: parameters.merge(graphdef, params)(batch), params, batch)
+    return placements
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)]
+
+
+if __name__ == "__main__":
+    commands.run(main)

@@ -1,0 +1,122 @@
+"""Attention: one function, one mask.
+
+    span = spans.causal(batch.segment_ids)
+    out = attention(q, k, v, span, scale=head_dim**-0.5)
+
+The table in use decides where tokens and heads live, `use_kernel` decides who computes; a model knows neither.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from omnijax.errors import UserError
+from omnijax.nn.blockwise import blockwise
+from omnijax.nn.spans import Span
+from omnijax.sharding import constrain, split_count
+
+
+def attention(
+    q: Float[Array, "B S H Dk"],
+    k: Float[Array, "B T K Dk"],
+    v: Float[Array, "B T K Dv"],
+    span: Span,
+    *,
+    scale: float,
+    sinks: Float[Array, "H"] | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "B S H Dv"]:
+    """softmax(scale q k^T) v, where query i sees the keys [start[i], end[i]) and a query that sees none gives 0.
+
+    Query head h reads key/value head h // (H / K). `sinks` adds to each head's softmax one logit without a value;
+    `soft_cap` bounds the logits: soft_cap * tanh(logits / soft_cap). The softmax is computed in float32.
+
+    Where the table splits `length`, tokens are exchanged for heads around the kernel (Ulysses, Jacobs et al. 2023):
+    one all-to-all each for q, k, v and the output, as every device needs all tokens of its own heads. For that each
+    device must own whole key/value heads, so that few of them are repeated. Raises `UserError` where the heads do
+    not divide so.
+    """
+    k, v = _repeat_heads(q.shape[2], k, v)
+    q, k, v = (_tokens_to_heads(x) for x in (q, k, v))
+    # Whole before any mask is made of them: else what XLA gathers is the mask.
+    start, end = (constrain(x, "batch", "attention_length") for x in span)
+    out = KERNELS[chosen_kernel()](q, k, v, (start, end), scale=scale, sinks=sinks, soft_cap=soft_cap)
+    return _heads_to_tokens(out)
+
+
+def reference(
+    q: Float[Array, "B S H Dk"],
+    k: Float[Array, "B T K Dk"],
+    v: Float[Array, "B T K Dv"],
+    span: Span,
+    *,
+    scale: float,
+    sinks: Float[Array, "H"] | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "B S H Dv"]:
+    """The definition of `attention` on one device: dense, O(S T) memory, plain autodiff."""
+    batch, length, heads, width = q.shape
+    grouped = q.reshape(batch, length, k.shape[2], -1, width)
+    logits = scale * jnp.einsum("bskgd,btkd->bskgt", grouped, k, preferred_element_type=jnp.float32)
+    logits = logits.reshape(batch, length, heads, -1)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    start, end = (x[:, :, None, None] for x in span)
+    index = jnp.arange(k.shape[1])
+    logits = jnp.where((start <= index) & (index < end), logits, -jnp.inf)
+    # Finite, so that a query without keys has weights exp(-inf - maximum) = 0 and no NaN in its gradient.
+    sink = jnp.full(heads, -1e30) if sinks is None else sinks.astype(jnp.float32)
+    maximum = jax.lax.stop_gradient(jnp.maximum(logits.max(-1), sink))
+    weights = jnp.exp(logits - maximum[..., None])
+    total = weights.sum(-1) + (0 if sinks is None else jnp.exp(sink - maximum))
+    weights = (weights / jnp.where(total > 0, total, 1)[..., None]).reshape(*grouped.shape[:-1], -1)
+    out = jnp.einsum("bskgt,btkd->bskgd", weights, v, preferred_element_type=jnp.float32)
+    return out.reshape(batch, length, heads, -1).astype(q.dtype)
+
+
+KERNELS = {"reference": reference, "blockwise": blockwise}
+
+# The kernel enters jit's cache key, so two kernels never share a compiled program.
+_kernel = jax.make_user_context(default_value="auto")
+
+
+@contextlib.contextmanager
+def use_kernel(name: str) -> Iterator[None]:
+    """Inside this context `attention` runs this kernel: "auto" or one of `KERNELS`, else a `UserError`."""
+    if name != "auto" and name not in KERNELS:
+        raise UserError(f"attention kernel '{name}' does not exist; choose one of auto, {', '.join(KERNELS)}")
+    with _kernel(name):
+        yield
+
+
+def chosen_kernel() -> str:
+    """The kernel that `attention` runs here."""
+    return "blockwise" if _kernel.value == "auto" else _kernel.value
+
+
+def _repeat_heads(heads: int, k: Array, v: Array) -> tuple[Array, Array]:
+    """Repeat key/value heads as often as it takes for each device to own whole ones."""
+    kv_heads, parts = k.shape[2], split_count("attention_heads")
+    needed = math.lcm(kv_heads, parts)
+    if heads % needed:
+        raise UserError(
+            f"attention: {heads} query heads are not a multiple of {needed} = lcm({kv_heads} key/value heads, {parts} "
+            f"parts of attention_heads); change the heads or the sizes of the mesh axes of attention_heads"
+        )
+    if needed == kv_heads:
+        return k, v
+    return jnp.repeat(k, needed // kv_heads, axis=2), jnp.repeat(v, needed // kv_heads, axis=2)
+
+
+def _tokens_to_heads(x: Array) -> Array:
+    x = constrain(x, "batch", "length", "act_heads", None)
+    return constrain(x, "batch", "attention_length", "attention_heads", None)
+
+
+def _heads_to_tokens(x: Array) -> Array:
+    x = constrain(x, "batch", "attention_length", "attention_heads", None)
+    return constrain(x, "batch", "length", "act_heads", None)

@@ -1,0 +1,88 @@
+"""What a run says of itself before it starts."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from omnijax.config import Compute
+from omnijax.data.documents import Documents
+from omnijax.data.evaluation import Evaluation
+from omnijax.data.ngram import ngram_bits
+from omnijax.data.packing import make_document
+from omnijax.data.tokenizer import Tokenizer
+from omnijax.sharding import Placement
+
+BYTES = 4  # of a float32 parameter
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """One line: devices, processes, axes."""
+    kind, processes = mesh.devices.flat[0].device_kind, jax.process_count()
+    return f"{mesh.size} x {kind} in {processes} process{'es' * (processes > 1)}, {axes_text(mesh)}"
+
+
+def axes_text(mesh: Mesh | AbstractMesh) -> str:
+    """The axes that split anything, e.g. `data 4 x tensor 2`."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "no axis is split"
+
+
+def bytes_per_device(placement: Placement, mesh: Mesh | AbstractMesh) -> int:
+    """float32 bytes of one parameter on one device."""
+    axes = [axis for entry in placement.spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
+    return math.prod(placement.shape) * BYTES // math.prod(mesh.shape[axis] for axis in axes)
+
+
+def sharding_text(placements: Mapping[str, Placement], mesh: Mesh | AbstractMesh) -> str:
+    """Parameters in all, bytes per device, and every alternative a table line had to take."""
+    count = sum(math.prod(each.shape) for each in placements.values())
+    held = sum(bytes_per_device(each, mesh) for each in placements.values())
+    share = held / (count * BYTES)
+    lines = [
+        f"parameters: {count:,}; {held / 2**20:,.2f} MiB of float32 a device ({share:.1%} of all), "
+        f"as much again for each of the optimizer's two moments"
+    ]
+    taken: dict[str, list[str]] = {}
+    for path, placement in placements.items():
+        for fallback in placement.fallbacks:
+            taken.setdefault(fallback, []).append(path)
+    lines += [f"  alternative taken: {what} ({shorten(paths)})" for what, paths in taken.items()]
+    return "\n".join(lines)
+
+
+def shorten(paths: list[str]) -> str:
+    """The first path, and how many more there are."""
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+
+
+def compute_text(compute: Compute, kernel: str, peak: float | None) -> str:
+    """Kernel choices, and how speed is counted."""
+    mfu = "no peak is known for this device, so no MFU; set Run.peak_tflops" if peak is None else f"{peak / 1e12:g}"
+    return (
+        f"compute: {compute.dtype}, parameters float32; attention kernel {kernel}; remat {compute.remat}; "
+        f"{compute.accumulation} micro-batch{'es' * (compute.accumulation > 1)} a step\n"
+        f"speed: 3 x forward operations, causal pairs within documents only, no recomputation, no padding; "
+        f"peak TFLOP/s a device: {mfu}"
+    )
+
+
+def ngram_yardsticks(
+    orders: Iterable[int], train: Documents, heldout: Documents, tokenizer: Tokenizer
+) -> dict[str, float]:
+    """Held-out nats per token of n-gram models of the training text, by name: what counting alone achieves."""
+    tokens = [_tokens(documents, tokenizer) for documents in (train, heldout)]
+    return {f"{order}-gram": ngram_bits(*tokens, order, tokenizer.vocab_size) * math.log(2) for order in orders}
+
+
+def bits_per_byte(nats_per_token: float, evaluation: Evaluation) -> float:
+    """Held-out nats a predicted token as bits a byte of the held-out text."""
+    predicted = sum(float(rows.arrays["weights"].sum()) for rows in evaluation.steps)
+    return nats_per_token * predicted / math.log(2) / evaluation.bytes
+
+
+def _tokens(documents: Documents, tokenizer: Tokenizer) -> np.ndarray:
+    return np.concatenate(
+        [make_document(documents[i], documents.row_id(i), tokenizer).tokens for i in range(len(documents))]
+    )

@@ -1,0 +1,105 @@
+"""The running record of a training run: progress bar, metrics files, speed, and the stop on a loss that is not finite."""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import optax
+import tqdm
+from jaxtyping import Array
+
+from omnijax import flops
+from omnijax.data.packing import Rows
+from omnijax.metrics import MetricsWriter
+
+
+class StepLog:
+    """Takes each step's results and writes them one step late, so that the host never waits for the step it started.
+
+    A step's speed is the time from the step before being taken to its own; the first step, which compiles, and the
+    first after a pause have none.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        first: int,
+        last: int,
+        learning_rate: optax.Schedule,
+        cost: flops.Cost,
+        peak: float | None,
+    ):
+        self.folder, self._learning_rate, self._cost, self._peak = folder, learning_rate, cost, peak
+        self._leads = jax.process_index() == 0
+        self._writer = MetricsWriter(folder, first_step=first) if self._leads else None
+        self._bar = tqdm.tqdm(total=last, initial=first, unit="step", disable=not self._leads, dynamic_ncols=True)
+        self._pending: tuple[int, Rows, Mapping[str, Array], float | None] | None = None
+        self._since: float | None = None
+        self.last: dict[str, float] = {}
+
+    def record(self, number: int, rows: Rows, results: Mapping[str, Array]) -> None:
+        """Take the results of step `number`, still being computed, and write those of the step before."""
+        self.flush()
+        now, since = time.perf_counter(), self._since
+        self._pending, self._since = (number, rows, results, since and now - since), now
+
+    def flush(self) -> None:
+        """Wait for the step taken last and write it. Exits with code 1 if its loss or gradient is not finite."""
+        if self._pending is None:
+            return
+        number, rows, results, seconds = self._pending
+        self._pending = None
+        values = {name: float(value) for name, value in jax.device_get(dict(results)).items()}
+        self._check_finite(number, rows, values)
+        values |= {"learning_rate": float(self._learning_rate(number - 1))} | self._speed(rows, seconds)
+        self.write(number, values)
+        self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {values.get('tokens_per_second', 0):,.0f} tokens/s")
+        self._bar.update()
+
+    def write(self, number: int, values: Mapping[str, float]) -> None:
+        """Write further values of step `number`."""
+        self.last |= values
+        if self._writer is not None:
+            self._writer.write(number, values)
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        if self._leads:
+            self._bar.write(text)
+
+    def pause(self) -> None:
+        """Leave the time until the next step out of the speed: evaluation, a checkpoint."""
+        self._since = None
+
+    def close(self) -> None:
+        self._bar.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _speed(self, rows: Rows, seconds: float | None) -> dict[str, float]:
+        if seconds is None:
+            return {}
+        segments = rows.arrays["segment_ids"]
+        per_device = flops.training_flops(self._cost, segments) / seconds / jax.device_count()
+        speed = {
+            "step_seconds": seconds,
+            "tokens_per_second": float((segments > 0).sum()) / seconds,
+            "tflops_per_device": per_device / 1e12,
+        }
+        return speed if self._peak is None else speed | {"mfu": per_device / self._peak}
+
+    def _check_finite(self, number: int, rows: Rows, values: Mapping[str, float]) -> None:
+        bad = {name: value for name, value in values.items() if not math.isfinite(value)}
+        if not bad:
+            return
+        path = self.folder / "nonfinite.json"
+        if self._leads:
+            found = {"step": number, "values": {name: str(value) for name, value in bad.items()}, "rows": rows.row_ids}
+            path.write_text(json.dumps(found, indent=1))
+        self.close()
+        names = ", ".join(f"{name} is {value}" for name, value in bad.items())
+        raise SystemExit(f"stopped: {names} at step {number}; the rows of its batch are in {path}")

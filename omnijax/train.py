@@ -1,0 +1,187 @@
+"""Train a model: `python -m omnijax.train CONFIG.gin [Name.field=value ...]`.
+
+Read it top to bottom; every piece is a public function that a notebook can call.
+"""
+
+import contextlib
+import difflib
+import os
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from omnijax import checkpoint, commands, config, flops, ginfile, metrics, parameters, report, sharding
+from omnijax.data import documents
+from omnijax.data.evaluation import Evaluation, evaluation_rows
+from omnijax.data.stream import Stream
+from omnijax.errors import UserError
+from omnijax.mesh import make_mesh
+from omnijax.nn.attention import chosen_kernel, use_kernel
+from omnijax.optim import learning_rate, make_optimizer
+from omnijax.sampling import sample
+from omnijax.step import evaluation_step, init_state, put_batch, state_shardings, train_step
+from omnijax.steplog import StepLog
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        raise SystemExit("usage: python -m omnijax.train CONFIG.gin [Name.field=value ...]\nfields: omnijax/config.py")
+    loaded = ginfile.load(sys.argv[1], sys.argv[2:], root=config.Train)
+    train(loaded.value, loaded.text)
+
+
+def train(settings: config.Train, text: str) -> dict[str, float]:
+    """Run `settings` to the end and return the last value of every metric; `text` is their resolved gin file."""
+    run, data, compute = settings.run, settings.data, settings.compute
+    say = print if jax.process_index() == 0 else (lambda *_: None)
+
+    # --- Folder, compile cache, mesh ----------------------------------------------------------------------------
+    say(text)
+    folder = Path(run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    say(f"run folder: {folder.absolute()}\ncompile cache: {use_compile_cache(run.compile_cache)}")
+    mesh = make_mesh(**vars(settings.mesh))
+    say(f"mesh: {report.mesh_text(mesh)}")
+
+    # --- Data ---------------------------------------------------------------------------------------------------
+    texts, heldout_texts = data.source.open(), None
+    if data.holdout:
+        texts, heldout_texts = documents.split(texts, data.holdout)
+    stream = Stream(
+        texts, data.tokenizer, length=data.length, rows=data.rows, shards=data.shards or data.rows, seed=run.seed
+    )
+    say(f"data: {len(texts)} documents, {len(heldout_texts or ())} held out; a step is {data.rows} x {data.length} tokens")
+    heldout: Evaluation | None = None
+    yardsticks: dict[str, float] = {}
+    if heldout_texts is not None and settings.evaluation.every:
+        heldout = evaluation_rows(heldout_texts, data.tokenizer, data.length, rows=data.rows)
+        yardsticks = report.ngram_yardsticks(settings.evaluation.ngrams, texts, heldout_texts, data.tokenizer)
+        for name, nats in yardsticks.items():
+            say(f"yardstick: {name} model, {report.bits_per_byte(nats, heldout):.3f} held-out bits per byte")
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sharding.use(mesh, settings.rules))
+        stack.enter_context(use_kernel(compute.attention))
+
+        # --- Model, optimizer, state ----------------------------------------------------------------------------
+        model = parameters.build_model(
+            settings.model, mesh, settings.rules, seed=run.seed, remat=compute.remat, loss=settings.loss
+        )
+        graphdef, params = parameters.split(model)
+        say(report.sharding_text(parameters.placements(model, mesh, settings.rules), mesh))
+        optimizer = make_optimizer(settings.optimizer, run.steps, params)
+        shardings = state_shardings(model, optimizer, mesh, settings.rules)
+        state = init_state(model, optimizer, mesh, settings.rules)
+        peak = flops.peak_flops(jax.devices()[0].device_kind, run.peak_tflops)
+        say(report.compute_text(compute, chosen_kernel(), peak))
+
+        # --- Resume ---------------------------------------------------------------------------------------------
+        manager = checkpoint.open_checkpoints(folder / "checkpoints", keep=settings.checkpoint.keep)
+        stack.callback(manager.close)
+        done = checkpoint.latest_step(manager) or 0
+        if done and not run.resume:
+            raise UserError(f"{folder} holds a run, at step {done}; choose another Run.dir, or set Run.resume=True")
+        if done:
+            state, data_state = checkpoint.restore(manager, done, state, shardings)
+            stream.restore(data_state)
+            say(f"resumed at step {done}{changed_settings(checkpoint.saved_config(manager), text)}")
+        if done >= run.steps:
+            say(f"nothing to train: step {done} is done and Run.steps = {run.steps}; raise Run.steps, or choose a new Run.dir")
+        if jax.process_index() == 0:
+            (folder / "config.gin").write_text(text)
+
+        # --- Steps ----------------------------------------------------------------------------------------------
+        step = train_step(
+            graphdef, optimizer, shardings, accumulation=compute.accumulation, dtype=jnp.dtype(compute.dtype)
+        )
+        evaluate = evaluation_step(graphdef, dtype=jnp.dtype(compute.dtype))
+        log = StepLog(
+            folder,
+            first=done,
+            last=run.steps,
+            learning_rate=learning_rate(settings.optimizer, run.steps),
+            cost=flops.forward_cost(model, settings.model.attention_costs()),
+            peak=peak,
+        )
+        stack.callback(log.close)
+        for number in range(done + 1, run.steps + 1):
+            if run.profile and number == run.profile[0]:
+                log.flush()
+                jax.profiler.start_trace(str(folder / "profile"))
+            rows = next(stream)
+            state, results = step(state, put_batch(rows.arrays, mesh, settings.rules))
+            log.record(number, rows, results)
+            if step._cache_size() > 1:
+                log.say(f"warning: step {number} was compiled anew; every batch should have one shape and one sharding")
+            if run.profile and number == run.profile[1]:
+                log.flush()
+                jax.profiler.stop_trace()
+            if heldout is not None and (number == run.steps or number % settings.evaluation.every == 0):
+                log.flush()
+                values = heldout_metrics(evaluate, state.params, heldout, settings, mesh)
+                log.write(number, values)
+                log.say(f"step {number}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+                log.pause()
+            if number == run.steps or (settings.checkpoint.every and number % settings.checkpoint.every == 0):
+                log.flush()  # a state that came of a loss that is not finite is never saved
+                checkpoint.save(manager, state, rows.state, text)
+                log.pause()
+        manager.wait_until_finished()
+        manager.check_for_errors()
+        log.close()
+
+        # --- The end --------------------------------------------------------------------------------------------
+        if jax.process_index() == 0:
+            say(f"picture of the loss: {metrics.plot_loss(folder, yardsticks)}")
+        if settings.sample.prompt:
+            say(f"sample: {continuation(parameters.merge(graphdef, state.params), settings)!r}")
+    say(f"to go on:   python -m omnijax.train {folder / 'config.gin'} Run.steps={2 * max(done, run.steps)}")
+    say(f"to sample:  python -m omnijax.generate {folder} {settings.sample.prompt or 'your prompt'!r}")
+    return log.last
+
+
+def use_compile_cache(folder: str) -> str:
+    """Keep compiled programs in `folder`, or where JAX_COMPILATION_CACHE_DIR says; returns the place."""
+    place = os.environ.get("JAX_COMPILATION_CACHE_DIR") or (str(Path(folder).expanduser()) if folder else "")
+    if place:
+        jax.config.update("jax_compilation_cache_dir", place)
+    return place or "off"
+
+
+def heldout_metrics(evaluate, params: parameters.Parameters, heldout: Evaluation, settings: config.Train, mesh) -> dict:
+    """Means over all held-out tokens, each counted once on any mesh and for any batch, and bits per byte."""
+    totals: dict[str, np.ndarray] = {}
+    for rows in heldout.steps:
+        means = jax.device_get(evaluate(params, put_batch(rows.arrays, mesh, settings.rules)))
+        for name, mean in means.items():
+            totals[name] = totals.get(name, np.zeros(2)) + np.asarray(mean, np.float64)
+    loss = totals["cross_entropy"][0] / totals["cross_entropy"][1]
+    return {"heldout/loss": loss, "heldout/bits_per_byte": report.bits_per_byte(loss, heldout)}
+
+
+def changed_settings(before: str, after: str) -> str:
+    """The lines in which a resumed run's settings differ from those its checkpoint was made with."""
+    lines = difflib.ndiff(before.splitlines(), after.splitlines())
+    changed = [line for line in lines if line[:1] in "+-" and line[2:].strip()]
+    return "".join(f"\n  setting {line}" for line in changed)
+
+
+def continuation(model, settings: config.Train) -> str:
+    """The sample a run ends with."""
+    tokenizer = settings.data.tokenizer
+    ids = sample(
+        model,
+        tokenizer.encode(settings.sample.prompt),
+        tokens=settings.sample.tokens,
+        context=settings.data.length,
+        temperature=settings.sample.temperature,
+        seed=settings.run.seed,
+    )
+    return settings.sample.prompt + tokenizer.decode(ids)
+
+
+if __name__ == "__main__":
+    commands.run(main)
