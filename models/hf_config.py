@@ -13,9 +13,24 @@ logger = logging.getLogger(__name__)
 
 # What says nothing about the maths of a model.
 INERT = frozenset(
-    "_name_or_path architectures auto_map bos_token_id dtype eos_token_id max_position_embeddings model_type "
-    "output_attentions output_hidden_states pad_token_id pretraining_tp return_dict torch_dtype "
-    "transformers_version use_cache".split()
+    {
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "max_position_embeddings",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
 )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import nnx
 
@@ -79,7 +79,7 @@ class Qwen3(Decoder):
 
     Config = Qwen3Config
 
-    HF_NAMES = {
+    HF_NAMES: ClassVar[dict[str, str]] = {
         "model.embed_tokens.weight": "embed_tokens.embedding",
         "model.layers.{layer}.input_layernorm.weight": "layers.input_layernorm.scale",
         "model.layers.{layer}.self_attn.q_proj.weight": "layers.self_attn.q_proj.kernel",
@@ -100,7 +100,7 @@ class Qwen3(Decoder):
         "lm_head.weight": "lm_head.embedding",
     }
 
-    def __init__(self, config: Qwen3Config, *, rngs: nnx.Rngs, remat: Remat = "none", loss: TextLoss = TextLoss()):
+    def __init__(self, config: Qwen3Config, *, rngs: nnx.Rngs, remat: Remat, loss: TextLoss):
         c = config
 
         def block(rngs: nnx.Rngs) -> Block:

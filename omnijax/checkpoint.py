@@ -17,7 +17,6 @@ from omnijax.errors import UserError
 from omnijax.parameters import Parameters
 from omnijax.step import TrainState
 
-
 MEBIBYTE = 2**20
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import Array
 from safetensors import safe_open
 
@@ -110,7 +110,7 @@ def to_batch(model: nnx.Module, inputs: Mapping[str, Any]) -> Batch:
     follows[:, :-1] = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0) & (labels[:, 1:] != -100)
     targets = np.zeros_like(tokens)
     targets[:, :-1] = labels[:, 1:]
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         "tokens": tokens,
         "segment_ids": segments,
         "positions": positions,
@@ -118,7 +118,8 @@ def to_batch(model: nnx.Module, inputs: Mapping[str, Any]) -> Batch:
         "weights": follows.astype(np.float32),
         "sources": np.zeros_like(tokens),
     }
-    return Batch(**{name: jnp.asarray(x) for name, x in arrays.items()})
+    on_device: dict[str, Any] = {name: jnp.asarray(x) for name, x in arrays.items()}
+    return Batch(**on_device)
 
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:
@@ -168,7 +169,9 @@ def _account(folder: Path, files: Mapping[str, Path], sources: Mapping[str, list
     unread = {name for name in set(files) - wanted if not DERIVED.match(name)}
     if tied and "lm_head.weight" in unread:  # some exporters write the tied head a second time
         unread.remove("lm_head.weight")
-        head, embedding = (_read_whole(files, name) for name in ("lm_head.weight", sources["embed_tokens.embedding"][0]))
+        head, embedding = (
+            _read_whole(files, name) for name in ("lm_head.weight", sources["embed_tokens.embedding"][0])
+        )
         if not np.array_equal(head, embedding):
             raise UserError(f"{folder}: tie_word_embeddings is true but lm_head.weight differs from the embedding")
     for kind, names in (("missing", wanted - set(files)), ("not read by this family", unread)):
@@ -183,7 +186,7 @@ def _read_whole(files: Mapping[str, Path], name: str) -> np.ndarray:
 
 def _reader(
     files: Mapping[str, Path], names: list[str], described: Description, dtype: np.dtype, folder: Path
-) -> Callable[[tuple[slice, ...]], np.ndarray]:
+) -> Callable[[Any], np.ndarray]:
     """A callback that reads the part of a parameter one device holds."""
     stacked = described.axes[0] == "layers"
     shape = described.shape[1:] if stacked else described.shape
@@ -207,7 +210,9 @@ def _read_slice(
 ) -> np.ndarray:
     """Part `index` of a tensor in our layout; theirs is `[outputs, inputs]` of a linear map, each flattened."""
     axes = list(range(len(shape)))
-    groups = [[axis] for axis in axes] if inputs is None else [group for group in (axes[inputs:], axes[:inputs]) if group]
+    groups = (
+        [[axis] for axis in axes] if inputs is None else [group for group in (axes[inputs:], axes[:inputs]) if group]
+    )
     with safe_open(files[name], framework="numpy") as tensors:
         tensor = tensors.get_slice(name)
         expected = [math.prod(shape[axis] for axis in group) for group in groups]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array
 
 from omnijax.sharding import Placement, Rules, place_parameters
@@ -30,7 +30,7 @@ class Description:
 def split(model: nnx.Module) -> tuple[nnx.GraphDef, Parameters]:
     """The static definition of a model, and its parameters by path."""
     graphdef, state = nnx.split(model)
-    return graphdef, {path: variable[...] for path, variable in _variables(state)}
+    return graphdef, {path: variable.get_value() for path, variable in _variables(state)}
 
 
 def merge(graphdef: nnx.GraphDef, parameters: Mapping[str, Array]) -> Any:
@@ -53,7 +53,7 @@ def describe(model: nnx.Module) -> dict[str, Description]:
     }
 
 
-def placements(model: nnx.Module, mesh: Mesh, rules: Rules) -> dict[str, Placement]:
+def placements(model: nnx.Module, mesh: Mesh | AbstractMesh, rules: Rules) -> dict[str, Placement]:
     """Where every parameter lives. Raises `UserError` where the table cannot place one."""
     described = {path: (each.axes, each.shape) for path, each in describe(model).items()}
     return place_parameters(described, rules, mesh)

@@ -37,9 +37,7 @@ def init_state(model: nnx.Module, optimizer: optax.GradientTransformation, mesh:
     return TrainState(jax.device_put(jnp.zeros((), jnp.int32), shardings.step), params, opt_state)
 
 
-def state_shardings(
-    model: nnx.Module, optimizer: optax.GradientTransformation, mesh: Mesh, rules: Rules
-) -> TrainState:
+def state_shardings(model: nnx.Module, optimizer: optax.GradientTransformation, mesh: Mesh, rules: Rules) -> TrainState:
     """The sharding of every leaf of a `TrainState`: moments live with their parameter, counters everywhere."""
     by_path = parameters.shardings(model, mesh, rules)
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -126,7 +124,7 @@ def put_batch(arrays: Mapping[str, np.ndarray], mesh: Mesh, rules: Rules) -> Bat
     Raises `UserError` where the table cannot split the rows.
     """
 
-    def put(name: str, x: np.ndarray) -> Array:
+    def put(name: str, x: np.ndarray) -> Any:
         names = ("batch", "length", *(None,) * (x.ndim - 2))
         spec = place(rules.activations, names, x.shape, dict(mesh.shape), f"batch.{name}").spec
         return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from tests.meshes import on, packed_arrays
 
 import models
 from omnijax import hf, parameters
 from omnijax.batch import Batch
 from omnijax.sharding import Rules
 from omnijax.step import init_state, put_batch, state_shardings, train_step
+from tests.meshes import on, packed_arrays
 
 GOLDEN = Path(__file__).parent / "golden"
 TOLERANCE = 1e-5

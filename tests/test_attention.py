@@ -234,8 +234,9 @@ def test_window_can_be_scanned():
             assert np.array_equal(got[layer], want)
 
 
-def test_memory_is_linear_in_length():
-    """Also inside a scan over layers, where the masks of all blocks once were hoisted and stacked."""
+@pytest.mark.parametrize("with_windows", [False, True])
+def test_memory_is_linear_in_length(with_windows):
+    """Also inside a scan over layers, from which partial evaluation likes to move the masks and stack them."""
 
     def compiled(length):
         def loss(x, segment_ids):
@@ -244,7 +245,8 @@ def test_memory_is_linear_in_length():
             @jax.checkpoint
             def layer(x, window):
                 q = x.reshape(1, length, 2, 16)
-                out = attention(q, q[:, :, :1], q[:, :, 1:], spans.window(span, window), scale=SCALE)
+                limited = spans.window(span, window) if with_windows else span
+                out = attention(q, q[:, :, :1], q[:, :, 1:], limited, scale=SCALE)
                 return x + out.reshape(x.shape), None
 
             return jax.lax.scan(layer, x, jnp.asarray([128, length] * 2, jnp.int32))[0].sum()

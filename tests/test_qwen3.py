@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+
 from models.qwen3 import Qwen3Config
 from sharding_rules import qwen3 as rules
 from tests import laws

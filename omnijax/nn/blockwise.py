@@ -75,9 +75,6 @@ def _attention(static, q, k, v, start, end):
 
 
 def _forward(static, q, k, v, start, end):
-    # Tie the spans to q. In a scan over layers they are constants of the loop, and partial evaluation would move the
-    # work on masks out of it and stack the masks of all blocks: an S x T array.
-    q, start, end = lax.optimization_barrier((q, start, end))
     out, log_total = _per_device(_forward_rows, static, (q, k, v, start, end), out_ranks=(4, 3))
     return (out, log_total), (q, k, v, start, end, out, log_total)
 
@@ -85,7 +82,6 @@ def _forward(static, q, k, v, start, end):
 def _backward(static, saved, gradients):
     q, k, v, start, end, out, log_total = saved
     d_out, d_log_total = gradients
-    d_out, start, end = lax.optimization_barrier((d_out, start, end))  # as in _forward
     delta = jnp.einsum("bshd,bshd->bsh", out, d_out, preferred_element_type=jnp.float32) - d_log_total
     arguments = (q, k, v, start, end, log_total, delta, d_out)
     dq, dk, dv = _per_device(_backward_rows, static, arguments, out_ranks=(4, 4, 4))
@@ -186,7 +182,11 @@ def _backward_block(static, keys, d_keys, queries):
 
 
 def _visit(static: _Static, start: Int[Array, "s"], end: Int[Array, "s"], blocks: int, visit: Callable, carry: tuple):
-    """Fold `carry = visit(block, carry)` over the blocks of keys that some of these queries see."""
+    """Fold `carry = visit(block, carry)` over the blocks of keys that some of these queries see.
+
+    The bounds are computed, which also bounds memory. Spans are constants of a scan over layers: out of a loop of
+    known length its partial evaluation moves all work on masks, and stacks it to an S x T array.
+    """
     if blocks == 1:
         return visit(0, carry)
     some = start < end
