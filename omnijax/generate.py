@@ -23,7 +23,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.tokens < 1 or arguments.temperature < 0:
-        raise UserError(f"--tokens {arguments.tokens} must be positive and --temperature {arguments.temperature} not negative")
+        raise UserError(
+            f"--tokens {arguments.tokens} must be positive and --temperature {arguments.temperature} not negative"
+        )
     folder = Path(arguments.run)
     if not (folder / "checkpoints").is_dir():
         raise UserError(f"{folder}: no checkpoints here; give the folder of a run, e.g. runs/quickstart")

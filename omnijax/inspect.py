@@ -18,7 +18,9 @@ from omnijax.sharding import MESH_AXES, Placement
 
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        raise SystemExit("usage: python -m omnijax.inspect CONFIG.gin [Name.field=value ...]\nfields: omnijax/config.py")
+        raise SystemExit(
+            "usage: python -m omnijax.inspect CONFIG.gin [Name.field=value ...]\nfields: omnijax/config.py"
+        )
     settings = ginfile.load(sys.argv[1], sys.argv[2:], root=config.Train).value
     print(inspect(settings))
 
@@ -29,13 +31,21 @@ def inspect(settings: config.Train) -> str:
     model = parameters.abstract_model(settings.model, remat=settings.compute.remat, loss=settings.loss)
     placed = parameters.placements(model, mesh, settings.rules)
     rows = [
-        (path, sharding.label(each.names, each.shape), str(each.spec), f"{report.bytes_per_device(each, mesh):,}", "; ".join(each.fallbacks))
+        (
+            path,
+            sharding.label(each.names, each.shape),
+            str(each.spec),
+            f"{report.bytes_per_device(each, mesh):,}",
+            "; ".join(each.fallbacks),
+        )
         for path, each in placed.items()
     ]
     lines = [f"mesh: {mesh.size} devices, {report.axes_text(mesh)}", report.sharding_text(placed, mesh), ""]
     lines += _table(("parameter", "axes", "spec", "bytes a device", "alternative taken"), rows)
     seen = {(each.names, each.shape): each for each in activations(settings, model, mesh)}
-    rows = [(sharding.label(each.names, each.shape), str(each.spec), "; ".join(each.fallbacks)) for each in seen.values()]
+    rows = [
+        (sharding.label(each.names, each.shape), str(each.spec), "; ".join(each.fallbacks)) for each in seen.values()
+    ]
     lines += ["", *_table(("activation", "spec", "alternative taken"), rows)]
     return "\n".join(lines)
 
@@ -67,7 +77,10 @@ def activations(settings: config.Train, model, mesh: AbstractMesh) -> list[Place
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *rows)
+    ]
 
 
 if __name__ == "__main__":

@@ -48,8 +48,16 @@ def _sampler(graphdef: nnx.GraphDef, rows: int, tokens: int) -> Callable[..., Ar
         index = jnp.arange(window.size, dtype=jnp.int32)
         segments = (index < filled).astype(jnp.int32)
         # Every data shard samples the same row: a mesh that splits rows needs one each.
-        row = {"tokens": window, "segment_ids": segments, "positions": index, "targets": index * 0, "sources": index * 0}
-        batch = Batch(**{name: jnp.tile(x, (rows, 1)) for name, x in row.items()}, weights=jnp.zeros((rows, window.size)))
+        row = {
+            "tokens": window,
+            "segment_ids": segments,
+            "positions": index,
+            "targets": index * 0,
+            "sources": index * 0,
+        }
+        batch = Batch(
+            **{name: jnp.tile(x, (rows, 1)) for name, x in row.items()}, weights=jnp.zeros((rows, window.size))
+        )
         model = parameters.merge(graphdef, params)
         hidden = model(batch).hidden
         logits = model.logits(hidden)[0, filled - 1]

@@ -152,7 +152,7 @@ def place_parameters(
         if line.name not in used and not line.optional:
             raise UserError(
                 f"parameters table: no parameter of this model has an axis '{line.name}'; "
-                f"delete the line or write \"optional {_describe(line)}\""
+                f'delete the line or write "optional {_describe(line)}"'
             )
     return placements
 
@@ -246,7 +246,7 @@ def _first_dividing(
     )
     raise UserError(
         f"{what}: axis '{line.name}' of size {size} is not divided by {tried}; "
-        f"change the size or the mesh, or end the line with an alternative: {line.name}=\"{_describe(line)} | none\""
+        f'change the size or the mesh, or end the line with an alternative: {line.name}="{_describe(line)} | none"'
     )
 
 
@@ -257,13 +257,13 @@ def _parse_line(name: str, text: str) -> Line:
     for part in " ".join(words[optional:]).split("|"):
         axes = tuple(part.split())
         if not axes:
-            raise UserError(f"table line {name}=\"{text}\": an alternative is empty; write none for an unsplit axis")
+            raise UserError(f'table line {name}="{text}": an alternative is empty; write none for an unsplit axis')
         if axes == ("none",):
             axes = ()
         for axis in axes:
-            _check_name(axis, MESH_AXES, f"table line {name}=\"{text}\"", kind="mesh axis")
+            _check_name(axis, MESH_AXES, f'table line {name}="{text}"', kind="mesh axis")
         if len(set(axes)) != len(axes):
-            raise UserError(f"table line {name}=\"{text}\": a mesh axis stands twice in one alternative")
+            raise UserError(f'table line {name}="{text}": a mesh axis stands twice in one alternative')
         alternatives.append(axes)
     return Line(name, tuple(alternatives), optional)
 

@@ -53,7 +53,9 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
     stream = Stream(
         texts, data.tokenizer, length=data.length, rows=data.rows, shards=data.shards or data.rows, seed=run.seed
     )
-    say(f"data: {len(texts)} documents, {len(heldout_texts or ())} held out; a step is {data.rows} x {data.length} tokens")
+    say(
+        f"data: {len(texts)} documents, {len(heldout_texts or ())} held out; a step is {data.rows} x {data.length} tokens"
+    )
     heldout: Evaluation | None = None
     yardsticks: dict[str, float] = {}
     if heldout_texts is not None and settings.evaluation.every:
@@ -89,7 +91,9 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
             stream.restore(data_state)
             say(f"resumed at step {done}{changed_settings(checkpoint.saved_config(manager), text)}")
         if done >= run.steps:
-            say(f"nothing to train: step {done} is done and Run.steps = {run.steps}; raise Run.steps, or choose a new Run.dir")
+            say(
+                f"nothing to train: step {done} is done and Run.steps = {run.steps}; raise Run.steps, or choose a new Run.dir"
+            )
         if jax.process_index() == 0:
             (folder / "config.gin").write_text(text)
 
