@@ -1,0 +1,247 @@
+"""Hugging Face folders in: both config spellings, slices onto any mesh, and every tensor accounted for."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import models
+from models.qwen3 import Qwen3, Qwen3Config
+from omnijax import hf, parameters
+from omnijax.errors import UserError
+from sharding_rules import qwen3 as rules
+from tests import laws
+from tests.meshes import MESHES, on
+
+CASE = laws.GOLDEN / "qwen3" / "untied"
+TIED = laws.GOLDEN / "qwen3" / "tied"
+# Sizes the meshes divide, which those of the reference do not.
+DIVISIBLE = {
+    "model_type": "qwen3",
+    "vocab_size": 72,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 10,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copytree(CASE, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def numbered_folder(path: Path, config: dict) -> dict[str, np.ndarray]:
+    """Write a checkpoint in which every element is another number, in two files with an index."""
+    config_object = Qwen3Config.from_hf(config)
+    described = parameters.describe(parameters.abstract_model(config_object))
+    random = np.random.default_rng(0)
+    ours = {key: random.permutation(np.prod(each.shape)).reshape(each.shape) for key, each in described.items()}
+    model = parameters.abstract_model(config_object)
+    tensors = {name: x.astype(np.float32) for name, x in hf.tensors(model, ours).items()}
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    for file, part in parts.items():
+        save_file({name: np.ascontiguousarray(tensors[name]) for name in part}, path / file)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return ours
+
+
+@pytest.mark.parametrize("mesh_name", MESHES)
+def test_slices_land_where_the_table_says(mesh_name: str, tmp_path: Path) -> None:
+    expected = numbered_folder(tmp_path / "model", DIVISIBLE)
+    with on(mesh_name, rules.table()) as mesh:
+        model = hf.load(Qwen3, tmp_path / "model", mesh=mesh, rules=rules.table())
+        shardings = parameters.shardings(model, mesh, rules.table())
+        for path, x in parameters.split(model)[1].items():
+            np.testing.assert_array_equal(np.asarray(x), expected[path], err_msg=path)
+            assert x.sharding.is_equivalent_to(shardings[path], x.ndim), path
+
+
+def test_linear_maps_are_transposed_and_heads_split(tmp_path: Path) -> None:
+    numbered_folder(tmp_path / "model", DIVISIBLE)
+    params = parameters.split(hf.load(Qwen3, tmp_path / "model"))[1]
+    files = [load_file(file) for file in sorted((tmp_path / "model").glob("*.safetensors"))]
+    tensors = files[0] | files[1]
+    q_proj = tensors["model.layers.1.self_attn.q_proj.weight"]
+    assert q_proj.shape == (80, 48)
+    ours = np.asarray(params["stacks.0.blocks.0.self_attn.q_proj.kernel"][1])
+    assert ours[7, 3, 4] == q_proj[3 * 10 + 4, 7]
+    bias = tensors["model.layers.2.self_attn.k_proj.bias"]
+    assert params["stacks.0.blocks.0.self_attn.k_proj.bias"][2, 3, 9] == bias[39]
+    o_proj = tensors["model.layers.0.self_attn.o_proj.weight"]
+    assert params["stacks.0.blocks.0.self_attn.o_proj.kernel"][0, 5, 6, 47] == o_proj[47, 56]
+
+
+@pytest.mark.parametrize("case", [CASE, TIED])
+def test_both_spellings_of_a_config_are_one(case: Path, caplog: pytest.LogCaptureFixture) -> None:
+    read = [json.loads((case / name).read_text()) for name in ("config.json", "config_hub_style.json")]
+    with caplog.at_level(logging.WARNING):
+        ours = [Qwen3Config.from_hf(values) for values in read]
+    assert ours[0] == ours[1]
+    assert ours[0].rope_theta == 1e6
+    assert not caplog.records
+
+
+def test_a_key_the_family_does_without_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    Qwen3Config.from_hf({"vocab_size": 8, "mystery": 1, "other_mystery": None})
+    assert "mystery" in caplog.text
+    assert "other_mystery" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported for this family, only 'silu'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope type 'linear' is not supported"),
+        ({"num_key_value_heads": 3}, "8 attention heads are not a multiple of 3 key/value heads"),
+        ({"head_dim": 7}, "head_dim = 7 is odd"),
+        ({"use_sliding_window": True}, "needs sliding_window"),
+        ({"layer_types": ["full_attention"]}, "1 layer_types for 3 layers"),
+    ],
+)
+def test_what_qwen3_has_not_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Qwen3Config.from_hf(DIVISIBLE | change)
+
+
+def test_windows_follow_layer_types_or_the_number_of_full_layers() -> None:
+    values = DIVISIBLE | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    assert Qwen3Config.from_hf(values).windows() == (None, 5, 5)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert Qwen3Config.from_hf(values | {"layer_types": kinds}).windows() == (5, None, 5)
+    assert Qwen3Config.from_hf(values | {"use_sliding_window": False}).windows() == (None, None, None)
+
+
+def test_bf16_weights_and_bf16_models(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: x.astype(jnp.bfloat16) for name, x in tensors.items()}, folder / "model.safetensors")
+    wide = parameters.split(hf.load(Qwen3, folder))[1]
+    narrow = parameters.split(hf.load(Qwen3, folder, dtype=jnp.bfloat16))[1]
+    for path, x in wide.items():
+        assert (x.dtype, narrow[path].dtype) == (jnp.float32, jnp.bfloat16)
+        np.testing.assert_array_equal(x, narrow[path].astype(jnp.float32))
+
+
+def rewrite(folder: Path, **changed: np.ndarray | None) -> None:
+    """Replace, add or (None) drop tensors; `__` in a name stands for a dot."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, x in changed.items():
+        key = name.replace("__", ".")
+        if x is None:
+            del tensors[key]
+        else:
+            tensors[key] = x
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model__norm__weight": None}, "1 tensors are missing: model.norm.weight"),
+        ({"lm_head__weight": None}, "1 tensors are missing: lm_head.weight"),
+        ({"model__extra__weight": np.ones(3)}, "1 tensors are not read by this family: model.extra.weight"),
+        ({"model__norm__weight": np.ones(3)}, r"model.norm.weight has shape \[3\], config.json makes it \[44\]"),
+    ],
+)
+def test_every_tensor_is_accounted_for(folder: Path, changed: dict, message: str) -> None:
+    rewrite(folder, **changed)
+    with pytest.raises(UserError, match=message):
+        hf.load(Qwen3, folder)
+
+
+def test_buffers_of_older_checkpoints_are_no_surprise(folder: Path) -> None:
+    rewrite(folder, model__layers__0__self_attn__rotary_emb__inv_freq=np.ones(6, np.float32))
+    hf.load(Qwen3, folder)
+
+
+def test_a_tied_head_may_be_written_twice_but_not_differ(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TIED, folder)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(folder, lm_head__weight=embedding)
+    model = hf.load(Qwen3, folder)
+    assert "lm_head.embedding" not in parameters.split(model)[1]
+    rewrite(folder, lm_head__weight=embedding + 1)
+    with pytest.raises(UserError, match=r"tie_word_embeddings is true but lm_head.weight differs"):
+        hf.load(Qwen3, folder)
+
+
+def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config.json here"):
+        hf.load(Qwen3, tmp_path)
+    with pytest.raises(UserError, match=r"no config.json here"):
+        models.family_of(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"neither model.safetensors nor"):
+        hf.load(Qwen3, folder)
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"lists model-00001-of-00001.safetensors, which the folder lacks"):
+        hf.load(Qwen3, folder)
+
+
+def test_an_unknown_family_is_named(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "gpt5"}')
+    with pytest.raises(UserError, match=r"model_type 'gpt5' is not supported; one of .*qwen3"):
+        models.family_of(folder)
+
+
+def test_documents_are_never_guessed() -> None:
+    model = parameters.abstract_model(Qwen3Config.from_hf(DIVISIBLE))
+    tokens = np.arange(6)[None]
+    restarted = np.array([[0, 1, 2, 0, 1, 2]])
+    with pytest.raises(UserError, match="position_ids restart inside a row; give segment_ids or cu_seqlens"):
+        hf.to_batch(model, {"input_ids": tokens, "position_ids": restarted})
+    with pytest.raises(UserError, match="does not read pixel_values"):
+        hf.to_batch(model, {"input_ids": tokens, "pixel_values": restarted})
+    with pytest.raises(UserError, match="cu_seqlens speak of one row, input_ids has 2"):
+        hf.to_batch(model, {"input_ids": np.tile(tokens, (2, 1)), "cu_seqlens": np.array([0, 6])})
+    batch = hf.to_batch(model, {"input_ids": tokens, "position_ids": restarted, "cu_seqlens": np.array([0, 3, 5])})
+    assert batch.segment_ids.tolist() == [[1, 1, 1, 2, 2, 0]]
+
+
+def test_labels_shift_within_documents_only() -> None:
+    model = parameters.abstract_model(Qwen3Config.from_hf(DIVISIBLE))
+    inputs = {
+        "input_ids": np.array([[5, 6, 7, 8, 9, 0]]),
+        "labels": np.array([[5, -100, 7, 8, 9, 0]]),
+        "segment_ids": np.array([[1, 1, 1, 2, 2, 0]]),
+    }
+    batch = hf.to_batch(model, inputs)
+    assert batch.targets.tolist() == [[0, 7, 0, 9, 0, 0]]
+    assert batch.weights.tolist() == [[0.0, 1.0, 0.0, 1.0, 0.0, 0.0]]
+
+
+def test_only_the_held_slices_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On eight devices no read of a large tensor is larger than an eighth."""
+    numbered_folder(tmp_path / "model", DIVISIBLE)
+    sizes = []
+    read = hf._read_slice
+
+    def spy(files, name, *rest):
+        block = read(files, name, *rest)
+        sizes.append((name, block.size))
+        return block
+
+    monkeypatch.setattr(hf, "_read_slice", spy)
+    with on("data 8", rules.table()) as mesh:
+        jax.block_until_ready(parameters.split(hf.load(Qwen3, tmp_path / "model", mesh=mesh, rules=rules.table()))[1])
+    assert {size for name, size in sizes if name.endswith("up_proj.weight")} == {56 * 48 // 8}
