@@ -6,6 +6,7 @@ program is as long as the pattern, not as the model. Layers are numbered through
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from omnijax.batch import Batch
+from omnijax.errors import UserError
 from omnijax.nn import rope, spans
 from omnijax.nn.norms import RMSNorm
 from omnijax.nn.projections import Embedding
@@ -22,6 +24,72 @@ from omnijax.objectives import Outputs, TextLoss
 from omnijax.sharding import constrain
 
 MakeBlock = Callable[[nnx.Rngs], nnx.Module]
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What every family has, named as in Hugging Face's `config.json`; a `head_dim` of None is hidden / heads."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int | None = None
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        kind, heads, kv_heads = type(self).__name__, self.num_attention_heads, self.num_key_value_heads
+        if heads % kv_heads:
+            raise UserError(f"{kind}: {heads} attention heads are not a multiple of {kv_heads} key/value heads")
+        if self.head_dim is None:
+            if self.hidden_size % heads:
+                raise UserError(
+                    f"{kind}: hidden_size {self.hidden_size} is not a multiple of {heads} heads; set head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // heads)
+        if self.head_dim % 2:
+            raise UserError(f"{kind}.head_dim = {self.head_dim} is odd; rotary positions turn pairs of channels")
+
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of every layer, None where it has none."""
+        return (None,) * self.num_hidden_layers
+
+    def attention_costs(self) -> tuple[tuple[int | None, int], ...]:
+        """Per layer: its window, and the multiply-adds of one query seeing one key (scores and values)."""
+        return tuple((window, self.num_attention_heads * 2 * self.head_dim) for window in self.windows())
+
+
+@dataclass(frozen=True)
+class SlidingWindowConfig(DecoderConfig):
+    """Adds Qwen's sliding windows: in the layers that `layer_types` says, else in those from `max_window_layers` on."""
+
+    use_sliding_window: bool = False
+    sliding_window: int | None = None
+    max_window_layers: int = 28
+    layer_types: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kind, kinds = type(self).__name__, self.layer_types
+        if self.use_sliding_window and not self.sliding_window:
+            raise UserError(f"{kind}.use_sliding_window needs sliding_window, a number of tokens")
+        if kinds is not None and len(kinds) != self.num_hidden_layers:
+            raise UserError(f"{kind}: {len(kinds)} layer_types for {self.num_hidden_layers} layers")
+        if unknown := sorted(set(kinds or ()) - {"full_attention", "sliding_attention"}):
+            raise UserError(f"{kind}.layer_types: {', '.join(unknown)} is none of full_attention, sliding_attention")
+
+    def windows(self) -> tuple[int | None, ...]:
+        if not self.use_sliding_window:
+            return super().windows()
+        slides = [layer >= self.max_window_layers for layer in range(self.num_hidden_layers)]
+        if self.layer_types is not None:
+            slides = [kind == "sliding_attention" for kind in self.layer_types]
+        return tuple(self.sliding_window if sliding else None for sliding in slides)
 
 
 @dataclass(frozen=True)
@@ -94,26 +162,32 @@ def _stacked(make: MakeBlock, repeats: int, rngs: nnx.Rngs) -> nnx.Module:
 class Decoder(nnx.Module):
     """Token embedding, stacks of layers, final norm, output head."""
 
+    HF_NAMES: ClassVar[dict[str, str]] = {
+        "model.embed_tokens.weight": "embed_tokens.embedding",
+        "model.layers.{layer}.input_layernorm.weight": "layers.input_layernorm.scale",
+        "model.layers.{layer}.post_attention_layernorm.weight": "layers.post_attention_layernorm.scale",
+        "model.norm.weight": "norm.scale",
+        "lm_head.weight": "lm_head.embedding",
+    }
+    """Hugging Face name -> our path; `layers` stands for any stack and pattern position."""
+
     def __init__(
         self,
+        config: DecoderConfig,
         *,
-        vocab_size: int,
-        width: int,
         plans: Sequence[StackPlan],
         frequencies: Float32[np.ndarray, " half"],
-        norm_eps: float,
-        tie_word_embeddings: bool,
-        std: float,
         remat: Remat,
         loss: TextLoss,
         rngs: nnx.Rngs,
     ):
-        self.embed_tokens = Embedding(vocab_size, width, std=std, rngs=rngs)
+        vocab, width, std = config.vocab_size, config.hidden_size, config.initializer_range
+        self.embed_tokens = Embedding(vocab, width, std=std, rngs=rngs)
         self.stacks = nnx.List([Stack(plan, remat=remat, rngs=rngs) for plan in plans])
-        self.norm = RMSNorm("embed", width, eps=norm_eps, rngs=rngs)
-        self.lm_head = None if tie_word_embeddings else Embedding(vocab_size, width, std=std, rngs=rngs)
+        self.norm = RMSNorm("embed", width, eps=config.rms_norm_eps, rngs=rngs)
+        self.lm_head = None if config.tie_word_embeddings else Embedding(vocab, width, std=std, rngs=rngs)
         self.frequencies = tuple(float(f) for f in frequencies)
-        self.loss = loss
+        self.config, self.loss = config, loss
 
     def __call__(self, batch: Batch) -> Outputs:
         """Hidden states of every token, and the objective `text`."""

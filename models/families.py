@@ -8,6 +8,8 @@ from pathlib import Path
 from omnijax.errors import UserError
 
 FAMILIES = {
+    "llama": "models.llama:Llama",
+    "qwen2": "models.qwen2:Qwen2",
     "qwen3": "models.qwen3:Qwen3",
 }
 """`model_type` of a `config.json` -> where its class is."""

@@ -34,13 +34,21 @@ INERT = frozenset(
 )
 
 
-def read(cls: type[Config], values: Mapping[str, Any], *, fixed: Mapping[str, Any], name: str) -> Config:
+def read(
+    cls: type[Config],
+    values: Mapping[str, Any],
+    *,
+    fixed: Mapping[str, Any],
+    name: str,
+    rope_types: Mapping[str, type] | None = None,
+) -> Config:
     """An instance of the dataclass `cls` from the keys of a `config.json` that are named as its fields.
 
     `fixed` holds keys the family supports with one value only, e.g. `hidden_act="silu"`; another value is a
-    `UserError`. Keys that are neither known nor inert are logged by name.
+    `UserError`. `rope_types` maps the kinds of rotary scaling the family has to their dataclasses, for the field
+    `rope_scaling`. Keys that are neither known nor inert are logged by name.
     """
-    values = _one_spelling(values, name)
+    values = _one_spelling(values, rope_types or {}, name)
     fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key, only in fixed.items():
         if key in values and values[key] != only:
@@ -52,7 +60,7 @@ def read(cls: type[Config], values: Mapping[str, Any], *, fixed: Mapping[str, An
     return cls(**known)
 
 
-def _one_spelling(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _one_spelling(values: Mapping[str, Any], rope_types: Mapping[str, type], name: str) -> dict[str, Any]:
     """transformers 5 keeps `rope_theta` inside `rope_parameters`; hub files keep it beside `rope_scaling`."""
     flat = dict(values)
     scaling = dict(flat.pop("rope_scaling", None) or {})
@@ -60,6 +68,9 @@ def _one_spelling(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     if "rope_theta" in scaling:
         flat["rope_theta"] = scaling.pop("rope_theta")
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    if kind != "default":
-        raise UserError(f"{name}: rope type '{kind}' is not supported for this family, only 'default'")
+    if kind in rope_types:
+        flat["rope_scaling"] = rope_types[kind](**scaling)
+    elif kind != "default":
+        choices = ", ".join(f"'{choice}'" for choice in ("default", *rope_types))
+        raise UserError(f"{name}: rope type '{kind}' is not supported for this family, only {choices}")
     return flat

@@ -1,5 +1,7 @@
 """Layers that several families share: grouped-query attention and the gated feed-forward network."""
 
+from typing import ClassVar
+
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
@@ -16,6 +18,12 @@ class GroupedQueryAttention(nnx.Module):
 
     `q_norm` and `k_norm`, where a family has them, act on each head before the rotation.
     """
+
+    HF_NAMES: ClassVar[dict[str, str]] = {
+        f"model.layers.{{layer}}.self_attn.{name}.{theirs}": f"layers.self_attn.{name}.{ours}"
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        for theirs, ours in (("weight", "kernel"), ("bias", "bias"))
+    }
 
     def __init__(
         self,
@@ -52,6 +60,12 @@ class GroupedQueryAttention(nnx.Module):
 
 class GatedMLP(nnx.Module):
     """SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))`."""
+
+    HF_NAMES: ClassVar[dict[str, str]] = {
+        f"model.layers.{{layer}}.mlp.{name}.{theirs}": f"layers.mlp.{name}.{ours}"
+        for name in ("gate_proj", "up_proj", "down_proj")
+        for theirs, ours in (("weight", "kernel"), ("bias", "bias"))
+    }
 
     def __init__(self, *, width: int, hidden: int, std: float, rngs: nnx.Rngs, bias: bool = False):
         embed, mlp = ("embed", width), ("mlp", hidden)

@@ -1,0 +1,72 @@
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115): biased queries, keys and values; sliding windows in the top layers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models import hf_config
+from models.decoder import Block, Decoder, SlidingWindowConfig, StackPlan
+from models.layers import GatedMLP, GroupedQueryAttention
+from omnijax.nn.norms import RMSNorm
+from omnijax.nn.remat import Remat
+from omnijax.nn.rope import inverse_frequencies
+from omnijax.objectives import TextLoss
+
+
+@dataclass(frozen=True)
+class Qwen2Config(SlidingWindowConfig):
+    """Fields are named as in the `config.json` of the published checkpoints."""
+
+    vocab_size: int = 151936
+    hidden_size: int = 4096
+    intermediate_size: int = 22016
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any], name: str = "config.json") -> "Qwen2Config":
+        """Read a `config.json`; raises `UserError` for what Qwen2 does not have."""
+        return hf_config.read(cls, values, fixed={"hidden_act": "silu", "attention_dropout": 0.0}, name=name)
+
+    def build(self, *, rngs: nnx.Rngs, remat: Remat = "none", loss: TextLoss | None = None) -> "Qwen2":
+        """The model with fresh float32 parameters."""
+        return Qwen2(self, rngs=rngs, remat=remat, loss=loss or TextLoss())
+
+
+class Qwen2(Decoder):
+    """A decoder of identical layers: one stack, as a window is only a number."""
+
+    Config = Qwen2Config
+
+    HF_NAMES: ClassVar[dict[str, str]] = {**Decoder.HF_NAMES, **GroupedQueryAttention.HF_NAMES, **GatedMLP.HF_NAMES}
+
+    def __init__(self, config: Qwen2Config, *, rngs: nnx.Rngs, remat: Remat, loss: TextLoss):
+        c = config
+
+        def block(rngs: nnx.Rngs) -> Block:
+            return Block(
+                input_layernorm=RMSNorm("embed", c.hidden_size, eps=c.rms_norm_eps, rngs=rngs),
+                self_attn=GroupedQueryAttention(
+                    width=c.hidden_size,
+                    num_heads=c.num_attention_heads,
+                    num_kv_heads=c.num_key_value_heads,
+                    head_dim=c.head_dim,
+                    std=c.initializer_range,
+                    bias=True,
+                    rngs=rngs,
+                ),
+                post_attention_layernorm=RMSNorm("embed", c.hidden_size, eps=c.rms_norm_eps, rngs=rngs),
+                mlp=GatedMLP(width=c.hidden_size, hidden=c.intermediate_size, std=c.initializer_range, rngs=rngs),
+            )
+
+        super().__init__(
+            c,
+            plans=(StackPlan((block,), c.num_hidden_layers, c.windows()),),
+            frequencies=inverse_frequencies(c.head_dim, c.rope_theta),
+            remat=remat,
+            loss=loss,
+            rngs=rngs,
+        )
