@@ -4,9 +4,9 @@ A stack is `(pattern, repeats)`: its layers repeat a short pattern of blocks. On
 program is as long as the pattern, not as the model. Layers are numbered through all stacks, from 0.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
+from models import hf_config
 from omnijax.batch import Batch
 from omnijax.errors import UserError
 from omnijax.nn import rope, spans
@@ -41,6 +42,21 @@ class DecoderConfig:
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
+
+    HF_TYPE: ClassVar[str]
+    HF_CLASS: ClassVar[str]
+    HF_FIXED: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_dropout": 0.0}
+    ROPE_TYPES: ClassVar[dict[str, type]] = {}
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any], name: str = "config.json") -> Any:
+        """Read a `config.json`; raises `UserError` for what the family does not have."""
+        return hf_config.read(cls, values, fixed=cls.HF_FIXED, rope_types=cls.ROPE_TYPES, name=name)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` of this config."""
+        header = {"architectures": [self.HF_CLASS], "model_type": self.HF_TYPE}
+        return hf_config.write(self, fixed=self.HF_FIXED, rope_types=self.ROPE_TYPES, **header)
 
     def __post_init__(self) -> None:
         kind, heads, kv_heads = type(self).__name__, self.num_attention_heads, self.num_key_value_heads

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face `config.json` into a family's config dataclass, in both spellings that are about."""
+"""A family's config dataclass from a Hugging Face `config.json`, in both spellings that are about, and back."""
 
 import dataclasses
 import logging
@@ -40,7 +40,7 @@ def read(
     *,
     fixed: Mapping[str, Any],
     name: str,
-    rope_types: Mapping[str, type] | None = None,
+    rope_types: Mapping[str, type],
 ) -> Config:
     """An instance of the dataclass `cls` from the keys of a `config.json` that are named as its fields.
 
@@ -48,7 +48,7 @@ def read(
     `UserError`. `rope_types` maps the kinds of rotary scaling the family has to their dataclasses, for the field
     `rope_scaling`. Keys that are neither known nor inert are logged by name.
     """
-    values = _one_spelling(values, rope_types or {}, name)
+    values = _one_spelling(values, rope_types, name)
     fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key, only in fixed.items():
         if key in values and values[key] != only:
@@ -74,3 +74,14 @@ def _one_spelling(values: Mapping[str, Any], rope_types: Mapping[str, type], nam
         choices = ", ".join(f"'{choice}'" for choice in ("default", *rope_types))
         raise UserError(f"{name}: rope type '{kind}' is not supported for this family, only {choices}")
     return flat
+
+
+def write(config: Any, *, fixed: Mapping[str, Any], rope_types: Mapping[str, type], **header: Any) -> dict[str, Any]:
+    """The `config.json` of a config, in the spelling every version of transformers reads; `header` goes first."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    scaling = values.get("rope_scaling")
+    if scaling is not None:
+        kind = next(name for name, cls in rope_types.items() if isinstance(scaling, cls))
+        values["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(scaling)}
+    values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    return {**header, **fixed, **{key: value for key, value in values.items() if value is not None}}

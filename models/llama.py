@@ -1,12 +1,10 @@
 """Llama 2 and 3 (Touvron et al. 2023, arXiv 2307.09288; Llama Team 2024, arXiv 2407.21783)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flax import nnx
 
-from models import hf_config
 from models.decoder import Block, Decoder, DecoderConfig, StackPlan
 from models.layers import GatedMLP, GroupedQueryAttention
 from omnijax.nn.norms import RMSNorm
@@ -29,11 +27,9 @@ class LlamaConfig(DecoderConfig):
     mlp_bias: bool = False
     rope_scaling: Llama3Scaling | None = None
 
-    @classmethod
-    def from_hf(cls, values: Mapping[str, Any], name: str = "config.json") -> "LlamaConfig":
-        """Read a `config.json`; raises `UserError` for what Llama does not have."""
-        fixed = {"hidden_act": "silu", "attention_dropout": 0.0}
-        return hf_config.read(cls, values, fixed=fixed, name=name, rope_types={"llama3": Llama3Scaling})
+    HF_TYPE: ClassVar[str] = "llama"
+    HF_CLASS: ClassVar[str] = "LlamaForCausalLM"
+    ROPE_TYPES: ClassVar[dict[str, type]] = {"llama3": Llama3Scaling}
 
     def build(self, *, rngs: nnx.Rngs, remat: Remat = "none", loss: TextLoss | None = None) -> "Llama":
         """The model with fresh float32 parameters."""

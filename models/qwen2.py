@@ -1,12 +1,10 @@
-"""Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115): biased queries, keys and values; sliding windows in the top layers."""
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115): biased queries, keys and values; windows in the top layers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flax import nnx
 
-from models import hf_config
 from models.decoder import Block, Decoder, SlidingWindowConfig, StackPlan
 from models.layers import GatedMLP, GroupedQueryAttention
 from omnijax.nn.norms import RMSNorm
@@ -26,10 +24,8 @@ class Qwen2Config(SlidingWindowConfig):
     num_attention_heads: int = 32
     num_key_value_heads: int = 32
 
-    @classmethod
-    def from_hf(cls, values: Mapping[str, Any], name: str = "config.json") -> "Qwen2Config":
-        """Read a `config.json`; raises `UserError` for what Qwen2 does not have."""
-        return hf_config.read(cls, values, fixed={"hidden_act": "silu", "attention_dropout": 0.0}, name=name)
+    HF_TYPE: ClassVar[str] = "qwen2"
+    HF_CLASS: ClassVar[str] = "Qwen2ForCausalLM"
 
     def build(self, *, rngs: nnx.Rngs, remat: Remat = "none", loss: TextLoss | None = None) -> "Qwen2":
         """The model with fresh float32 parameters."""

@@ -1,12 +1,10 @@
 """Qwen3, dense (Qwen3 Technical Report, arXiv 2505.09388): grouped-query attention with normalised queries and keys."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flax import nnx
 
-from models import hf_config
 from models.decoder import Block, Decoder, SlidingWindowConfig, StackPlan
 from models.layers import GatedMLP, GroupedQueryAttention
 from omnijax.nn.norms import RMSNorm
@@ -28,10 +26,8 @@ class Qwen3Config(SlidingWindowConfig):
     head_dim: int | None = 128
     attention_bias: bool = False
 
-    @classmethod
-    def from_hf(cls, values: Mapping[str, Any], name: str = "config.json") -> "Qwen3Config":
-        """Read a `config.json`; raises `UserError` for what Qwen3 does not have."""
-        return hf_config.read(cls, values, fixed={"hidden_act": "silu", "attention_dropout": 0.0}, name=name)
+    HF_TYPE: ClassVar[str] = "qwen3"
+    HF_CLASS: ClassVar[str] = "Qwen3ForCausalLM"
 
     def build(self, *, rngs: nnx.Rngs, remat: Remat = "none", loss: TextLoss | None = None) -> "Qwen3":
         """The model with fresh float32 parameters."""

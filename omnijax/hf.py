@@ -1,11 +1,12 @@
-"""Hugging Face checkpoints: safetensors slices read straight into sharded arrays, and batches from processors."""
+"""Hugging Face checkpoints both ways: safetensors slices straight into sharded arrays, and sharded arrays to files."""
 
 import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import Array
 from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from omnijax import parameters
-from omnijax.batch import Batch
 from omnijax.errors import UserError
+from omnijax.hf_batch import to_batch as to_batch
 from omnijax.parameters import Description
 from omnijax.sharding import Rules
+
+# Files beside the weights that `save` carries over.
+COMPANIONS = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
 
 # Buffers that older checkpoints carry and every model computes for itself.
 DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
@@ -63,63 +79,95 @@ def load(
     return parameters.merge(nnx.graphdef(model), arrays)
 
 
-def tensors(model: Any, values: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    """`values`, given by our parameter paths (weights, or gradients), under their Hugging Face names and layout."""
+def save(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    dtype: jnp.dtype | None = None,
+    like: str | os.PathLike[str] | None = None,
+    shard_bytes: int = 5 * 2**30,
+) -> None:
+    """Write a Hugging Face folder that transformers loads: safetensors files, their index, and `config.json`.
+
+    One layer of one parameter is on the host beside the file being written. `dtype` casts (default: as the model
+    has them); `like` is the folder the model came from: its `config.json` and tokenizer files are carried over.
+    Raises `UserError` where `path` already holds a model, or `like` another one.
+    """
+    folder, leads = Path(path), jax.process_index() == 0
+    if (folder / "config.json").exists():
+        raise UserError(f"{folder} already holds a model; choose another folder")
+    values = parameters.split(model)[1]
+    dtype = jnp.dtype(dtype or next(iter(values.values())).dtype)
+    config = model.config.to_hf() if like is None else _config_like(model.config, Path(like))
+    folder.mkdir(parents=True, exist_ok=True)
+    parts, total = [], 0
+    for number, part in enumerate(_parts(tensors(model, values), dtype, shard_bytes), 1):
+        if leads:
+            save_file(part, folder / f"part-{number}", metadata={"format": "pt"})
+        parts.append(list(part))
+        total += sum(x.nbytes for x in part.values())
+    if not leads:
+        return
+    files = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    if len(parts) == 1:
+        files = ["model.safetensors"]
+    for number, file in enumerate(files, 1):
+        (folder / f"part-{number}").rename(folder / file)
+    if len(parts) > 1:
+        weight_map = {name: file for file, names in zip(files, parts, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    # Last, so that a folder with a config.json is a whole one.
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": dtype.name}, indent=2))
+    if like is not None:
+        for name in COMPANIONS:
+            if (Path(like) / name).is_file():
+                shutil.copy(Path(like) / name, folder / name)
+
+
+def tensors(model: Any, values: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:
+    """`values`, given by our parameter paths (weights, or gradients), under their Hugging Face names and layout.
+
+    They are fetched one layer at a time, by every process of a cluster alike.
+    """
     described = parameters.describe(model)
-    found = {}
     for path, value in values.items():
-        each, host = described[path], np.asarray(value)
+        each = described[path]
         names = _tensor_names(path, described, type(model).HF_NAMES)
-        stacked = each.axes[0] == "layers"
-        for name, x in zip(names, host if stacked else host[None], strict=True):
+        layers = [value] if each.axes[0] != "layers" else (value[layer] for layer in range(len(names)))
+        for name, layer in zip(names, layers, strict=True):
+            x = _to_host(layer)
             if each.inputs is not None:
                 outputs = math.prod(x.shape[each.inputs :])
                 x = x.reshape(-1, outputs).T if each.inputs else x.reshape(outputs)
-            found[name] = x
-    return found
+            yield name, x
 
 
-def to_batch(model: nnx.Module, inputs: Mapping[str, Any]) -> Batch:
-    """The arrays a transformers processor returns (`input_ids`, `attention_mask`, `labels`, ...) as a `Batch`.
+def _parts(
+    named: Iterator[tuple[str, np.ndarray]], dtype: np.dtype, shard_bytes: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Group tensors into files of at most `shard_bytes`, or of one tensor that is larger."""
+    part: dict[str, np.ndarray] = {}
+    for name, x in named:
+        x = np.ascontiguousarray(x.astype(dtype))
+        if part and sum(other.nbytes for other in part.values()) + x.nbytes > shard_bytes:
+            yield part
+            part = {}
+        part[name] = x
+    yield part
 
-    `labels` are not shifted and use -100, as there; a label that starts a document is never a target. A packed row
-    needs `segment_ids` [B, S] (1.., 0 for padding) or, for a single row, `cu_seqlens`: documents are never guessed,
-    and positions that restart without them are a `UserError`, as is an input no text model reads.
-    """
-    known = {"input_ids", "attention_mask", "labels", "position_ids", "segment_ids", "cu_seqlens"}
-    if unknown := sorted(set(inputs) - known):
-        raise UserError(f"to_batch: this model does not read {', '.join(unknown)}; it reads {', '.join(sorted(known))}")
-    given = {name: np.asarray(value) for name, value in inputs.items() if value is not None}
-    tokens = given["input_ids"].astype(np.int32)
-    length = tokens.shape[1]
-    positions = given.get("position_ids", np.broadcast_to(np.arange(length), tokens.shape)).astype(np.int32)
-    if "segment_ids" in given:
-        segments = given["segment_ids"]
-    elif "cu_seqlens" in given:
-        if tokens.shape[0] != 1:
-            raise UserError(f"to_batch: cu_seqlens speak of one row, input_ids has {tokens.shape[0]}; give segment_ids")
-        segments = np.searchsorted(given["cu_seqlens"], np.arange(length), side="right")[None]
-        segments = np.where(np.arange(length) < given["cu_seqlens"][-1], segments, 0)
-    else:
-        segments = given.get("attention_mask", np.ones_like(tokens))
-        if ((np.diff(positions, axis=1) < 0) & (segments[:, 1:] > 0)).any():
-            raise UserError("to_batch: position_ids restart inside a row; give segment_ids or cu_seqlens with them")
-    segments = segments.astype(np.int32)
-    labels = given.get("labels", np.full_like(tokens, -100))
-    follows = np.zeros(tokens.shape, bool)
-    follows[:, :-1] = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0) & (labels[:, 1:] != -100)
-    targets = np.zeros_like(tokens)
-    targets[:, :-1] = labels[:, 1:]
-    arrays: dict[str, np.ndarray] = {
-        "tokens": tokens,
-        "segment_ids": segments,
-        "positions": positions,
-        "targets": np.where(follows, targets, 0),
-        "weights": follows.astype(np.float32),
-        "sources": np.zeros_like(tokens),
-    }
-    on_device: dict[str, Any] = {name: jnp.asarray(x) for name, x in arrays.items()}
-    return Batch(**on_device)
+
+def _to_host(x: Array | np.ndarray) -> np.ndarray:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
+def _config_like(config: Any, like: Path) -> dict[str, Any]:
+    original = json.loads((like / "config.json").read_text())
+    if type(config).from_hf(original, name=str(like / "config.json")) != config:
+        raise UserError(f"{like / 'config.json'} describes another model than the one to save; leave `like` out")
+    return {key: value for key, value in original.items() if key not in ("dtype", "torch_dtype")}
 
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:

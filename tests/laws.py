@@ -40,7 +40,7 @@ def parity(case: Path, batch_name: str) -> None:
 
     (value, logits), gradients = jax.jit(loss)(params, batch)
     found = {"out/logits": logits, "out/loss": value, "out/grad_norm": optax.tree.norm(gradients)}
-    by_name = hf.tensors(model, gradients)
+    by_name = dict(hf.tensors(model, gradients))
     found |= {name: by_name[name.removeprefix("grad/")] for name in reference if name.startswith("grad/")}
     assert len(found) > 3
     for name, x in found.items():

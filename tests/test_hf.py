@@ -51,7 +51,7 @@ def numbered_folder(path: Path, config: dict) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     ours = {key: random.permutation(np.prod(each.shape)).reshape(each.shape) for key, each in described.items()}
     model = parameters.abstract_model(config_object)
-    tensors = {name: x.astype(np.float32) for name, x in hf.tensors(model, ours).items()}
+    tensors = {name: x.astype(np.float32) for name, x in hf.tensors(model, ours)}
     names = sorted(tensors)
     parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
     path.mkdir()
@@ -245,3 +245,15 @@ def test_only_the_held_slices_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     with on("data 8", rules.table()) as mesh:
         jax.block_until_ready(parameters.split(hf.load(Qwen3, tmp_path / "model", mesh=mesh, rules=rules.table()))[1])
     assert {size for name, size in sizes if name.endswith("up_proj.weight")} == {56 * 48 // 8}
+
+
+@pytest.mark.parametrize("mesh_name", [None, "data 2 x sequence 2 x tensor 2", "tensor 4 x data 2"])
+def test_what_lies_on_a_mesh_is_saved_as_it_came(mesh_name: str | None, tmp_path: Path) -> None:
+    numbered_folder(tmp_path / "model", DIVISIBLE)
+    with on(mesh_name, rules.table()) as mesh:
+        hf.save(hf.load(Qwen3, tmp_path / "model", mesh=mesh, rules=rules.table()), tmp_path / "out")
+    original = [load_file(file) for file in sorted((tmp_path / "model").glob("*.safetensors"))]
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(written) == set(original[0] | original[1])
+    for name, x in (original[0] | original[1]).items():
+        np.testing.assert_array_equal(written[name], x, err_msg=name)
