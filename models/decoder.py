@@ -4,6 +4,7 @@ A stack is `(pattern, repeats)`: its layers repeat a short pattern of blocks. On
 program is as long as the pattern, not as the model. Layers are numbered through all stacks, from 0.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -193,17 +194,20 @@ class Decoder(nnx.Module):
         *,
         plans: Sequence[StackPlan],
         frequencies: Float32[np.ndarray, " half"],
-        remat: Remat,
-        loss: TextLoss,
         rngs: nnx.Rngs,
+        remat: Remat = "none",
+        loss: TextLoss | None = None,
+        vocab_multiple: int = 1,
     ):
-        vocab, width, std = config.vocab_size, config.hidden_size, config.initializer_range
-        self.embed_tokens = Embedding(vocab, width, std=std, rngs=rngs)
+        table = functools.partial(
+            Embedding, config.vocab_size, config.hidden_size, std=config.initializer_range, multiple=vocab_multiple
+        )
+        self.embed_tokens = table(rngs=rngs)
         self.stacks = nnx.List([Stack(plan, remat=remat, rngs=rngs) for plan in plans])
-        self.norm = RMSNorm("embed", width, eps=config.rms_norm_eps, rngs=rngs)
-        self.lm_head = None if config.tie_word_embeddings else Embedding(vocab, width, std=std, rngs=rngs)
+        self.norm = RMSNorm("embed", config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
+        self.lm_head = None if config.tie_word_embeddings else table(rngs=rngs)
         self.frequencies = tuple(float(f) for f in frequencies)
-        self.config, self.loss = config, loss
+        self.config, self.loss = config, loss or TextLoss()
 
     def __call__(self, batch: Batch) -> Outputs:
         """Hidden states of every token, and the objective `text`."""
@@ -213,13 +217,13 @@ class Decoder(nnx.Module):
         for stack in self.stacks:
             x = stack(x, rotation, span)
         hidden = self.norm(x)
-        objective, metrics = self.loss(hidden, self._head(), batch.targets, batch.weights)
+        objective, metrics = self.loss(hidden, self._head(), batch.targets, batch.weights, self.config.vocab_size)
         return Outputs(hidden, {"text": objective}, metrics)
 
     def logits(self, hidden: Float[Array, "B S E"]) -> Float[Array, "B S V"]:
         """float32 logits of the next token; for sampling and tests, as training never holds them all at once."""
         logits = jnp.einsum("bse,ve->bsv", hidden, self._head(), preferred_element_type=jnp.float32)
-        return constrain(logits, "batch", "length", "act_vocab")
+        return constrain(logits, "batch", "length", "act_vocab")[..., : self.config.vocab_size]
 
     def _head(self) -> Float[Array, "V E"]:
         return (self.embed_tokens if self.lm_head is None else self.lm_head).embedding[...]

@@ -1,16 +1,14 @@
 """Llama 2 and 3 (Touvron et al. 2023, arXiv 2307.09288; Llama Team 2024, arXiv 2407.21783)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flax import nnx
 
 from models.decoder import Block, Decoder, DecoderConfig, StackPlan
 from models.layers import GatedMLP, GroupedQueryAttention
 from omnijax.nn.norms import RMSNorm
-from omnijax.nn.remat import Remat
 from omnijax.nn.rope import Llama3Scaling, inverse_frequencies
-from omnijax.objectives import TextLoss
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,9 @@ class LlamaConfig(DecoderConfig):
     HF_CLASS: ClassVar[str] = "LlamaForCausalLM"
     ROPE_TYPES: ClassVar[dict[str, type]] = {"llama3": Llama3Scaling}
 
-    def build(self, *, rngs: nnx.Rngs, remat: Remat = "none", loss: TextLoss | None = None) -> "Llama":
-        """The model with fresh float32 parameters."""
-        return Llama(self, rngs=rngs, remat=remat, loss=loss or TextLoss())
+    def build(self, **options: Any) -> "Llama":
+        """The model with fresh float32 parameters; `options` are those of `Decoder`."""
+        return Llama(self, **options)
 
 
 class Llama(Decoder):
@@ -43,7 +41,7 @@ class Llama(Decoder):
 
     HF_NAMES: ClassVar[dict[str, str]] = {**Decoder.HF_NAMES, **GroupedQueryAttention.HF_NAMES, **GatedMLP.HF_NAMES}
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, remat: Remat, loss: TextLoss):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, **options: Any):
         c = config
 
         def block(rngs: nnx.Rngs) -> Block:
@@ -73,7 +71,6 @@ class Llama(Decoder):
             c,
             plans=(StackPlan((block,), c.num_hidden_layers, c.windows()),),
             frequencies=inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling),
-            remat=remat,
-            loss=loss,
             rngs=rngs,
+            **options,
         )

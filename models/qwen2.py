@@ -1,16 +1,14 @@
 """Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115): biased queries, keys and values; windows in the top layers."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flax import nnx
 
 from models.decoder import Block, Decoder, SlidingWindowConfig, StackPlan
 from models.layers import GatedMLP, GroupedQueryAttention
 from omnijax.nn.norms import RMSNorm
-from omnijax.nn.remat import Remat
 from omnijax.nn.rope import inverse_frequencies
-from omnijax.objectives import TextLoss
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,9 @@ class Qwen2Config(SlidingWindowConfig):
     HF_TYPE: ClassVar[str] = "qwen2"
     HF_CLASS: ClassVar[str] = "Qwen2ForCausalLM"
 
-    def build(self, *, rngs: nnx.Rngs, remat: Remat = "none", loss: TextLoss | None = None) -> "Qwen2":
-        """The model with fresh float32 parameters."""
-        return Qwen2(self, rngs=rngs, remat=remat, loss=loss or TextLoss())
+    def build(self, **options: Any) -> "Qwen2":
+        """The model with fresh float32 parameters; `options` are those of `Decoder`."""
+        return Qwen2(self, **options)
 
 
 class Qwen2(Decoder):
@@ -39,7 +37,7 @@ class Qwen2(Decoder):
 
     HF_NAMES: ClassVar[dict[str, str]] = {**Decoder.HF_NAMES, **GroupedQueryAttention.HF_NAMES, **GatedMLP.HF_NAMES}
 
-    def __init__(self, config: Qwen2Config, *, rngs: nnx.Rngs, remat: Remat, loss: TextLoss):
+    def __init__(self, config: Qwen2Config, *, rngs: nnx.Rngs, **options: Any):
         c = config
 
         def block(rngs: nnx.Rngs) -> Block:
@@ -62,7 +60,6 @@ class Qwen2(Decoder):
             c,
             plans=(StackPlan((block,), c.num_hidden_layers, c.windows()),),
             frequencies=inverse_frequencies(c.head_dim, c.rope_theta),
-            remat=remat,
-            loss=loss,
             rngs=rngs,
+            **options,
         )

@@ -1,16 +1,14 @@
 """Qwen3, dense (Qwen3 Technical Report, arXiv 2505.09388): grouped-query attention with normalised queries and keys."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flax import nnx
 
 from models.decoder import Block, Decoder, SlidingWindowConfig, StackPlan
 from models.layers import GatedMLP, GroupedQueryAttention
 from omnijax.nn.norms import RMSNorm
-from omnijax.nn.remat import Remat
 from omnijax.nn.rope import inverse_frequencies
-from omnijax.objectives import TextLoss
 
 
 @dataclass(frozen=True)
@@ -29,9 +27,9 @@ class Qwen3Config(SlidingWindowConfig):
     HF_TYPE: ClassVar[str] = "qwen3"
     HF_CLASS: ClassVar[str] = "Qwen3ForCausalLM"
 
-    def build(self, *, rngs: nnx.Rngs, remat: Remat = "none", loss: TextLoss | None = None) -> "Qwen3":
-        """The model with fresh float32 parameters."""
-        return Qwen3(self, rngs=rngs, remat=remat, loss=loss or TextLoss())
+    def build(self, **options: Any) -> "Qwen3":
+        """The model with fresh float32 parameters; `options` are those of `Decoder`."""
+        return Qwen3(self, **options)
 
 
 class Qwen3(Decoder):
@@ -47,7 +45,7 @@ class Qwen3(Decoder):
         "model.layers.{layer}.self_attn.k_norm.weight": "layers.self_attn.k_norm.scale",
     }
 
-    def __init__(self, config: Qwen3Config, *, rngs: nnx.Rngs, remat: Remat, loss: TextLoss):
+    def __init__(self, config: Qwen3Config, *, rngs: nnx.Rngs, **options: Any):
         c = config
 
         def block(rngs: nnx.Rngs) -> Block:
@@ -76,7 +74,6 @@ class Qwen3(Decoder):
             c,
             plans=(StackPlan((block,), c.num_hidden_layers, c.windows()),),
             frequencies=inverse_frequencies(c.head_dim, c.rope_theta),
-            remat=remat,
-            loss=loss,
             rngs=rngs,
+            **options,
         )

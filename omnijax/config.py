@@ -93,12 +93,14 @@ class Compute:
     attention:    kernel; `auto` picks one for the hardware
     remat:        what the backward pass recomputes
     accumulation: micro-batches of a step
+    vocab_multiple: the vocabulary is filled up to a multiple of it inside, so that `tensor` may split any vocabulary
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     attention: Literal["auto", "blockwise", "reference"] = "auto"
     remat: Remat = "full"
     accumulation: int = ranged(1, at_least=1)
+    vocab_multiple: int = ranged(1, at_least=1)
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,15 @@ class Train:
             )
         if not callable(getattr(self.model, "build", None)):
             raise UserError(f"Train.model = {self.model!r} is not a model config, e.g. @qwen3.Qwen3Config()")
+        if self.data.tokenizer.vocab_size > self.model.vocab_size:
+            raise UserError(
+                f"the tokenizer has {self.data.tokenizer.vocab_size} ids, the model a vocabulary of "
+                f"{self.model.vocab_size}; raise the model's vocab_size, or take the tokenizer that belongs to it"
+            )
+
+    def model_options(self) -> dict[str, Any]:
+        """What `model.build` takes beside the model config."""
+        return {"remat": self.compute.remat, "loss": self.loss, "vocab_multiple": self.compute.vocab_multiple}
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Train:

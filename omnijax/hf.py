@@ -136,7 +136,7 @@ def tensors(model: Any, values: Mapping[str, Array]) -> Iterator[tuple[str, np.n
         names = _tensor_names(path, described, type(model).HF_NAMES)
         layers = [value] if each.axes[0] != "layers" else (value[layer] for layer in range(len(names)))
         for name, layer in zip(names, layers, strict=True):
-            x = _to_host(layer)
+            x = _to_host(layer)[: each.rows]
             if each.inputs is not None:
                 outputs = math.prod(x.shape[each.inputs :])
                 x = x.reshape(-1, outputs).T if each.inputs else x.reshape(outputs)
@@ -238,14 +238,24 @@ def _reader(
     """A callback that reads the part of a parameter one device holds."""
     stacked = described.axes[0] == "layers"
     shape = described.shape[1:] if stacked else described.shape
+    if described.rows is not None:
+        shape = (described.rows, *shape[1:])
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         inner = index[1:] if stacked else index
         chosen = names[index[0]] if stacked else names
         parts = [_read_slice(files, name, shape, described.inputs, inner, folder).astype(dtype) for name in chosen]
+        if described.rows is not None:
+            return _filled_up(parts[0], inner[0], described.shape[0])
         return np.stack(parts) if stacked else parts[0]
 
     return read
+
+
+def _filled_up(part: np.ndarray, wanted: slice, rows: int) -> np.ndarray:
+    """A part of a table with the rows of zeros that fill up `wanted` of its `rows`."""
+    start, stop, _ = wanted.indices(rows)
+    return np.pad(part, ((0, stop - start - len(part)), (0, 0)))
 
 
 def _read_slice(

@@ -43,11 +43,15 @@ class TextLoss:
         head: Float[Array, "V E"],
         targets: Int[Array, "B S"],
         weights: Float[Array, "B S"],
+        vocab_size: int,
     ) -> tuple[Mean, dict[str, Mean]]:
-        """The objective, and the means `cross_entropy` and `z` (the mean squared log-partition) to report."""
+        """The objective, and the means `cross_entropy` and `z` (the mean squared log-partition) to report.
+
+        Rows of `head` from `vocab_size` on fill it up; they are no tokens.
+        """
         weights = weights.astype(jnp.float32)
         head = constrain(head, "act_vocab", None)
-        loss, (entropy, z) = weighted_cross_entropy(hidden, head, targets, weights, self.z_loss, self.chunk)
+        loss, (entropy, z) = weighted_cross_entropy(hidden, head, targets, weights, self.z_loss, self.chunk, vocab_size)
         total = weights.sum()
         return (loss, total), {"cross_entropy": (entropy, total), "z": (z, total)}
 
@@ -55,7 +59,7 @@ class TextLoss:
 Sums = tuple[Float32[Array, ""], tuple[Float32[Array, ""], Float32[Array, ""]]]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def weighted_cross_entropy(
     hidden: Float[Array, "B S E"],
     head: Float[Array, "V E"],
@@ -63,21 +67,21 @@ def weighted_cross_entropy(
     weights: Float32[Array, "B S"],
     z_loss: float,
     chunk: int,
+    vocab_size: int,
 ) -> Sums:
     """`sum_t w_t (lse_t - logit_t[target_t] + z_loss lse_t^2)`, and its two terms without `z_loss`.
 
     Logits exist for one chunk at a time. The gradient flows to `hidden` and `head` from the first result alone; as it
     is linear in a scalar it is computed beside the loss, which saves computing the logits a second time.
     """
-    return _chunks(hidden, head, targets, weights, z_loss, chunk, with_gradient=False)[0]
+    return _chunks(hidden, head, targets, weights, z_loss, chunk, vocab_size, with_gradient=False)[0]
 
 
-def _forward(hidden, head, targets, weights, z_loss, chunk):
-    sums, gradients = _chunks(hidden, head, targets, weights, z_loss, chunk, with_gradient=True)
-    return sums, gradients
+def _forward(hidden, head, targets, weights, z_loss, chunk, vocab_size):
+    return _chunks(hidden, head, targets, weights, z_loss, chunk, vocab_size, with_gradient=True)
 
 
-def _backward(z_loss, chunk, residuals, cotangents):
+def _backward(z_loss, chunk, vocab_size, residuals, cotangents):
     hidden_gradient, head_gradient = residuals
     dtype = hidden_gradient.dtype  # that of `hidden` and `head`
     scale = cotangents[0]
@@ -87,7 +91,7 @@ def _backward(z_loss, chunk, residuals, cotangents):
 weighted_cross_entropy.defvjp(_forward, _backward)
 
 
-def _chunks(hidden, head, targets, weights, z_loss, chunk, *, with_gradient):
+def _chunks(hidden, head, targets, weights, z_loss, chunk, vocab_size, *, with_gradient):
     rows, lengths = split_count("batch"), split_count("length")
     tokens = targets.size // (rows * lengths)
     chunk = min(chunk, tokens)
@@ -99,6 +103,8 @@ def _chunks(hidden, head, targets, weights, z_loss, chunk, *, with_gradient):
         x, target, weight = inputs
         logits = jnp.einsum("xyce,ve->xycv", x, head, preferred_element_type=jnp.float32)
         logits = constrain(logits, "batch", "length", None, "act_vocab")
+        if head.shape[0] > vocab_size:
+            logits = jnp.where(ids < vocab_size, logits, -1e30)
         top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
         unnormalised = jnp.exp(logits - top)
         partition = unnormalised.sum(-1, keepdims=True)

@@ -20,11 +20,16 @@ Parameters = dict[str, Array]
 
 @dataclass(frozen=True)
 class Description:
-    """What is known of a parameter without its values: axis names, shape, and how many axes a kernel contracts."""
+    """What is known of a parameter without its values.
+
+    inputs: how many axes a kernel contracts
+    rows:   real rows of a table that is filled up
+    """
 
     axes: tuple[str | None, ...]
     shape: tuple[int, ...]
     inputs: int | None = None
+    rows: int | None = None
 
 
 def split(model: nnx.Module) -> tuple[nnx.GraphDef, Parameters]:
@@ -48,7 +53,9 @@ def merge(graphdef: nnx.GraphDef, parameters: Mapping[str, Array]) -> Any:
 def describe(model: nnx.Module) -> dict[str, Description]:
     """Axis names and shape of every parameter; `model` may be abstract."""
     return {
-        path: Description(variable.axes, variable.shape, variable.get_metadata().get("inputs"))
+        path: Description(
+            variable.axes, variable.shape, *(variable.get_metadata().get(name) for name in ("inputs", "rows"))
+        )
         for path, variable in _variables(nnx.state(model))
     }
 

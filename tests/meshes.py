@@ -40,7 +40,7 @@ def packed_arrays(*, rows: int = 8, length: int = 48, vocab: int, seed: int = 0)
             positions[row, first:last] = np.arange(last - first)
     tokens = random.integers(0, vocab, (rows, length), dtype=np.int32)
     weights = (random.random((rows, length)) < 0.8) * (segments > 0)
-    weights[3] = 0
+    weights[3:4] = 0
     targets = random.integers(0, vocab, (rows, length), dtype=np.int32)
     return {
         "tokens": tokens,

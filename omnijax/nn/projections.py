@@ -1,6 +1,7 @@
 """Parameters with named axes, and the linear maps made of them."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +40,20 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table `[vocab, embed]`, read by token id; also the output head, as logits are `hidden @ table.T`."""
+    """A table `[vocab, embed]`, read by token id; also the output head, as logits are `hidden @ table.T`.
 
-    def __init__(self, vocab_size: int, width: int, *, std: float, rngs: nnx.Rngs):
-        self.embedding = param(rngs, nnx.initializers.normal(std), (("vocab", vocab_size), ("embed", width)))
+    The table is filled up with rows of zeros to a multiple of `multiple`, so that a mesh axis may split it; its
+    metadata `rows` counts the real ones.
+    """
+
+    def __init__(self, vocab_size: int, width: int, *, std: float, rngs: nnx.Rngs, multiple: int = 1):
+        padding = -vocab_size % multiple
+
+        def init(key: Array, shape: tuple[int, int], dtype: Any) -> Array:
+            real = nnx.initializers.normal(std)(key, (vocab_size, width), dtype)  # the same numbers for any multiple
+            return jnp.pad(real, ((0, padding), (0, 0)))
+
+        self.embedding = param(rngs, init, (("vocab", vocab_size + padding), ("embed", width)), rows=vocab_size)
 
     def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
         # A gather from a table that is still sharded makes XLA rematerialise it whole, with a warning: ask for it.
