@@ -4,9 +4,10 @@ One step is five items: `params` and `optimizer` (arrays), `data` (state of the 
 `config` (the resolved gin file) and `meta`.
 """
 
+import contextlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,16 +22,21 @@ MEBIBYTE = 2**20
 
 
 def open_checkpoints(directory: str | os.PathLike[str], *, keep: int = 2, read_only: bool = False) -> Any:
-    """The checkpoint manager of a run; `wait_until_finished` and `close` it, as both raise what a save met."""
+    """The checkpoint manager of a run; give it to `close` in the end, which waits for what is being written."""
+    # Orbax's own read_only warns of itself twice; a manager that is never asked to save writes nothing either.
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=None if read_only else keep, read_only=read_only, create=not read_only, step_prefix="step"
+        max_to_keep=keep, create=not read_only, cleanup_tmp_directories=not read_only, step_prefix="step"
     )
     return ocp.CheckpointManager(os.path.abspath(directory), options=options)
 
 
 def save(manager: Any, state: TrainState, data: Mapping[str, Any], config: str) -> None:
-    """Start saving `state`; the arrays are copied before this returns, written after. Raises what the last save met."""
-    manager.check_for_errors()
+    """Start saving `state`, once the last save is done; the arrays are copied before this returns, written after.
+
+    Exits with code 1 if the last save failed.
+    """
+    with _failure_is_one_line():
+        manager.wait_until_finished()
     step = int(state.step)
     items = {
         "params": ocp.args.StandardSave(state.params, save_args=_layer_chunks(state.params)),
@@ -43,6 +49,20 @@ def save(manager: Any, state: TrainState, data: Mapping[str, Any], config: str) 
     }
     if not manager.save(step, args=ocp.args.Composite(**items), force=True):
         raise RuntimeError(f"orbax did not save step {step}")
+
+
+def check(manager: Any) -> None:
+    """Exits with code 1 if a save failed in the background; waits for none."""
+    # Not orbax's check_for_errors: its own thread, which ends a save, takes the error first.
+    with _failure_is_one_line():
+        if not manager.is_saving_in_progress():
+            manager.wait_until_finished()
+
+
+def close(manager: Any) -> None:
+    """Wait for what is being written. Exits with code 1 if it failed."""
+    with _failure_is_one_line():
+        manager.close()
 
 
 def latest_step(manager: Any) -> int | None:
@@ -95,6 +115,18 @@ def check_same_model(manager: Any, step: int, shapes: Mapping[str, tuple[int, ..
 def saved_config(manager: Any) -> str:
     """The resolved gin file of the newest checkpoint; `UserError` where there is no checkpoint."""
     return manager.restore(_newest(manager), args=ocp.args.Composite(config=ocp.args.JsonRestore()))["config"]["gin"]
+
+
+@contextlib.contextmanager
+def _failure_is_one_line() -> Iterator[None]:
+    """A full disk is no fault of ours, and orbax has logged where it met it."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).partition(" [")[0]  # tensorstore's message ends with error numbers and places in its source
+        raise SystemExit(
+            f"stopped: a checkpoint was not written: {reason}; mend that: the same command goes on from the one before"
+        ) from error
 
 
 def _newest(manager: Any) -> int:

@@ -11,6 +11,8 @@ from omnijax.errors import UserError
 
 def run(main: Callable[[], None]) -> None:
     """Run a command's `main`. A `UserError` is printed alone; every other error is ours and keeps its traceback."""
+    # Into a file, lines are written as they come, and what its encoding lacks is escaped.
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     try:
         find_our_packages()
         main()
@@ -38,4 +40,4 @@ def find_our_packages() -> None:
         for path in (theirs, ours):  # a folder of theirs without an __init__.py is found second
             if os.path.isdir(path) and not any(os.path.samefile(path, other) for other in package.__path__):
                 package.__path__.append(path)
-                print(f"package {name} is looked up in {', then '.join(package.__path__)}")
+                print(f"package {name} is looked up in {', then '.join(package.__path__)}", file=sys.stderr)

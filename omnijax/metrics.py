@@ -1,6 +1,7 @@
 """Where a run's numbers go: JSON lines, TensorBoard, and a picture of the loss."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,16 +13,18 @@ JSON_LINES = "metrics.jsonl"
 class MetricsWriter:
     """Writes each step's numbers to `metrics.jsonl` and TensorBoard files in `directory`.
 
-    `first_step` is the first step to come: lines of later steps, from a run that died after its last checkpoint, are
+    `done` is the last step that is done: lines of later steps, from a run that died after its last checkpoint, are
     taken out of `metrics.jsonl`, so that a step has one line.
     """
 
-    def __init__(self, directory: Path, first_step: int = 0):
+    def __init__(self, directory: Path, done: int = 0):
         path = directory / JSON_LINES
-        kept = [line for line in read_metrics(directory) if line["step"] <= first_step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        kept = [line for line in read_metrics(directory) if line["step"] <= done]
+        rewritten = path.with_suffix(".rewritten")  # a crash or a full disk meanwhile costs no line
+        rewritten.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(rewritten, path)
         self._lines = path.open("a", buffering=1)
-        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step + 1)
+        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=done + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write `values` of the finished optimizer step `step`, counted from 1."""

@@ -59,12 +59,11 @@ def shorten(paths: list[str]) -> str:
 
 def compute_text(compute: Compute, kernel: str, peak: float | None) -> str:
     """Kernel choices, and how speed is counted."""
-    mfu = "no peak is known for this device, so no MFU; set Run.peak_tflops" if peak is None else f"{peak / 1e12:g}"
+    mfu = f"MFU of {peak / 1e12:g} TFLOP/s a device" if peak else "no MFU: set Run.peak_tflops for this device"
     return (
         f"compute: {compute.dtype}, parameters float32; attention kernel {kernel}; remat {compute.remat}; "
         f"{compute.accumulation} micro-batch{'es' * (compute.accumulation > 1)} a step\n"
-        f"speed: 3 x forward operations, causal pairs within documents only, no recomputation, no padding; "
-        f"peak TFLOP/s a device: {mfu}"
+        f"speed: 3 x forward, causal pairs within documents, no recomputation, no padding; {mfu}"
     )
 
 
@@ -72,8 +71,8 @@ def ngram_yardsticks(
     orders: Iterable[int], train: Documents, heldout: Documents, tokenizer: Tokenizer
 ) -> dict[str, float]:
     """Held-out nats per token of n-gram models of the training text, by name: what counting alone achieves."""
-    tokens = [_tokens(documents, tokenizer) for documents in (train, heldout)]
-    return {f"{order}-gram": ngram_bits(*tokens, order, tokenizer.vocab_size) * math.log(2) for order in orders}
+    trained, held = (_tokens(documents, tokenizer) for documents in (train, heldout))
+    return {f"{order}-gram": ngram_bits(trained, held, order, tokenizer.vocab_size) * math.log(2) for order in orders}
 
 
 def bits_per_byte(nats_per_token: float, evaluation: Evaluation) -> float:

@@ -1,7 +1,8 @@
-"""The running record of a training run: progress bar, metrics files, speed, and the stop on a loss that is not finite."""
+"""The running record of a training run: progress, metrics files, speed, and the stop on a loss that is not finite."""
 
 import json
 import math
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,11 @@ from omnijax import flops
 from omnijax.data.packing import Rows
 from omnijax.metrics import MetricsWriter
 
+# One line says all: on a terminal behind a bar that is drawn anew, in a log file now and then.
+LINE = "step {n_fmt}/{total_fmt}{postfix}, {remaining} to go"
+BAR = "{percentage:3.0f}% |{bar}| " + LINE
+SECONDS_BETWEEN_LINES = 30.0
+
 
 class StepLog:
     """Takes each step's results and writes them one step late, so that the host never waits for the step it started.
@@ -27,7 +33,7 @@ class StepLog:
         self,
         folder: Path,
         *,
-        first: int,
+        done: int,
         last: int,
         learning_rate: optax.Schedule,
         cost: flops.Cost,
@@ -35,8 +41,17 @@ class StepLog:
     ):
         self.folder, self._learning_rate, self._cost, self._peak = folder, learning_rate, cost, peak
         self._leads = jax.process_index() == 0
-        self._writer = MetricsWriter(folder, first_step=first) if self._leads else None
-        self._bar = tqdm.tqdm(total=last, initial=first, unit="step", disable=not self._leads, dynamic_ncols=True)
+        self._writer = MetricsWriter(folder, done=done) if self._leads else None
+        self._done, self._total, self._start, self._shown = done, last, time.perf_counter(), -math.inf
+        self._lines = self._leads and not sys.stderr.isatty()
+        self._bar = tqdm.tqdm(
+            total=last,
+            initial=done,
+            bar_format=BAR,
+            postfix="compiling",
+            dynamic_ncols=True,
+            disable=self._lines or not self._leads or done >= last,
+        )
         self._pending: tuple[int, Rows, Mapping[str, Array], float | None] | None = None
         self._since: float | None = None
         self.last: dict[str, float] = {}
@@ -47,24 +62,19 @@ class StepLog:
         now, since = time.perf_counter(), self._since
         self._pending, self._since = (number, rows, results, since and now - since), now
 
-    def flush(self) -> None:
-        """Wait for the step taken last and write it. Exits with code 1 if its loss or gradient is not finite."""
+    def flush(self, more: Mapping[str, float] | None = None) -> None:
+        """Wait for the step taken last and write it and `more` values of it. Exits with code 1 if one is not finite."""
         if self._pending is None:
             return
         number, rows, results, seconds = self._pending
         self._pending = None
-        values = {name: float(value) for name, value in jax.device_get(dict(results)).items()}
+        values = {name: float(value) for name, value in (jax.device_get(dict(results)) | (more or {})).items()}
         self._check_finite(number, rows, values)
         values |= {"learning_rate": float(self._learning_rate(number - 1))} | self._speed(rows, seconds)
-        self.write(number, values)
-        self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {values.get('tokens_per_second', 0):,.0f} tokens/s")
-        self._bar.update()
-
-    def write(self, number: int, values: Mapping[str, float]) -> None:
-        """Write further values of step `number`."""
         self.last |= values
         if self._writer is not None:
             self._writer.write(number, values)
+        self._show(number)
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -79,6 +89,23 @@ class StepLog:
         self._bar.close()
         if self._writer is not None:
             self._writer.close()
+
+    def _show(self, number: int) -> None:
+        speed = self.last.get("tokens_per_second")  # of an earlier step where this one has none
+        text = f"loss {self.last['loss']:.3f}" + (f", {speed:,.0f} tokens/s" if speed else "")
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update()
+        now = time.perf_counter()
+        if self._lines and (number == self._total or now - self._shown >= SECONDS_BETWEEN_LINES):
+            self._shown = now
+            remaining = (now - self._start) / (number - self._done) * (self._total - number)
+            line = LINE.format(
+                n_fmt=number,
+                total_fmt=self._total,
+                postfix=f", {text}",
+                remaining=tqdm.tqdm.format_interval(remaining),
+            )
+            print(line, file=sys.stderr)
 
     def _speed(self, rows: Rows, seconds: float | None) -> dict[str, float]:
         if seconds is None:

@@ -6,12 +6,15 @@ Read it top to bottom; every piece is a public function that a notebook can call
 import contextlib
 import difflib
 import os
+import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from omnijax import checkpoint, commands, config, flops, ginfile, metrics, parameters, report, sharding
 from omnijax.data import documents
@@ -22,14 +25,20 @@ from omnijax.mesh import make_mesh
 from omnijax.nn.attention import chosen_kernel, use_kernel
 from omnijax.optim import learning_rate, make_optimizer
 from omnijax.sampling import sample
+from omnijax.sharding import Rules
 from omnijax.step import evaluation_step, init_state, put_batch, state_shardings, train_step
 from omnijax.steplog import StepLog
 
 
 def main() -> None:
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        raise SystemExit("usage: python -m omnijax.train CONFIG.gin [Name.field=value ...]\nfields: omnijax/config.py")
-    loaded = ginfile.load(sys.argv[1], sys.argv[2:], root=config.Train)
+    usage = "python -m omnijax.train CONFIG.gin [Name.field=value ...]"
+    arguments = sys.argv[1:]
+    if not arguments:
+        raise UserError(f"no config file is given; write {usage}")
+    if arguments[0] in ("-h", "--help"):
+        print(f"usage: {usage}\nevery field and its meaning: {config.__file__}")
+        return
+    loaded = ginfile.load(arguments[0], arguments[1:], root=config.Train)
     train(loaded.value, loaded.text)
 
 
@@ -40,8 +49,7 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
 
     # --- Folder, compile cache, mesh ----------------------------------------------------------------------------
     say(text)
-    folder = Path(run.dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = run_folder(run.dir)
     say(f"run folder: {folder.absolute()}\ncompile cache: {use_compile_cache(run.compile_cache)}")
     mesh = make_mesh(**vars(settings.mesh))
     say(f"mesh: {report.mesh_text(mesh)}")
@@ -53,9 +61,7 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
     stream = Stream(
         texts, data.tokenizer, length=data.length, rows=data.rows, shards=data.shards or data.rows, seed=run.seed
     )
-    say(
-        f"data: {len(texts)} documents, {len(heldout_texts or ())} held out; a step is {data.rows} x {data.length} tokens"
-    )
+    say(f"data: {len(texts)} documents, {len(heldout_texts or ())} held out; {data.rows} x {data.length} tokens a step")
     heldout: Evaluation | None = None
     yardsticks: dict[str, float] = {}
     if heldout_texts is not None and settings.evaluation.every:
@@ -82,7 +88,7 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
 
         # --- Resume ---------------------------------------------------------------------------------------------
         manager = checkpoint.open_checkpoints(folder / "checkpoints", keep=settings.checkpoint.keep)
-        stack.callback(manager.close)
+        stack.callback(checkpoint.close, manager)
         done = checkpoint.latest_step(manager) or 0
         if done and not run.resume:
             raise UserError(f"{folder} holds a run, at step {done}; choose another Run.dir, or set Run.resume=True")
@@ -91,50 +97,53 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
             stream.restore(data_state)
             say(f"resumed at step {done}{changed_settings(checkpoint.saved_config(manager), text)}")
         if done >= run.steps:
-            say(
-                f"nothing to train: step {done} is done and Run.steps = {run.steps}; raise Run.steps, or choose a new Run.dir"
-            )
-        if jax.process_index() == 0:
+            say(f"nothing to train: step {done} is done and Run.steps = {run.steps}; raise it, or choose a new Run.dir")
+        elif jax.process_index() == 0:
             (folder / "config.gin").write_text(text)
 
         # --- Steps ----------------------------------------------------------------------------------------------
-        step = train_step(
+        step: Any = train_step(
             graphdef, optimizer, shardings, accumulation=compute.accumulation, dtype=jnp.dtype(compute.dtype)
         )
         evaluate = evaluation_step(graphdef, dtype=jnp.dtype(compute.dtype))
         log = StepLog(
             folder,
-            first=done,
+            done=done,
             last=run.steps,
             learning_rate=learning_rate(settings.optimizer, run.steps),
             cost=flops.forward_cost(model, settings.model.attention_costs()),
             peak=peak,
         )
         stack.callback(log.close)
+        programs = 1  # compiled, once the first step is done
+        first, last = run.profile or (1, 0)
+        traced = range(max(first, done + 1), min(last, run.steps) + 1)
+        if run.profile and not traced:
+            say(f"no trace: Run.profile = {run.profile} names no step that is left")
         for number in range(done + 1, run.steps + 1):
-            if run.profile and number == run.profile[0]:
+            if traced and number == traced[0]:
                 log.flush()
                 jax.profiler.start_trace(str(folder / "profile"))
             rows = next(stream)
             state, results = step(state, put_batch(rows.arrays, mesh, settings.rules))
             log.record(number, rows, results)
-            if step._cache_size() > 1:
+            if step._cache_size() > programs:
                 log.say(f"warning: step {number} was compiled anew; every batch should have one shape and one sharding")
-            if run.profile and number == run.profile[1]:
+                programs = step._cache_size()
+            if traced and number == traced[-1]:
                 log.flush()
                 jax.profiler.stop_trace()
             if heldout is not None and (number == run.steps or number % settings.evaluation.every == 0):
-                log.flush()
-                values = heldout_metrics(evaluate, state.params, heldout, settings, mesh)
-                log.write(number, values)
+                values = heldout_metrics(evaluate, state.params, heldout, mesh, settings.rules)
+                log.flush(values)
                 log.say(f"step {number}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
                 log.pause()
             if number == run.steps or (settings.checkpoint.every and number % settings.checkpoint.every == 0):
                 log.flush()  # a state that came of a loss that is not finite is never saved
                 checkpoint.save(manager, state, rows.state, text)
                 log.pause()
-        manager.wait_until_finished()
-        manager.check_for_errors()
+            checkpoint.check(manager)  # a save that failed in the background stops the run now, not at the next save
+        checkpoint.close(manager)
         log.close()
 
         # --- The end --------------------------------------------------------------------------------------------
@@ -142,9 +151,22 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
             say(f"picture of the loss: {metrics.plot_loss(folder, yardsticks)}")
         if settings.sample.prompt:
             say(f"sample: {continuation(parameters.merge(graphdef, state.params), settings)!r}")
-    say(f"to go on:   python -m omnijax.train {folder / 'config.gin'} Run.steps={2 * max(done, run.steps)}")
-    say(f"to sample:  python -m omnijax.generate {folder} {settings.sample.prompt or 'your prompt'!r}")
+    quoted = shlex.quote(str(folder))
+    say(f"to go on:   python -m omnijax.train {quoted}/config.gin Run.steps={2 * max(done, run.steps)}")
+    say(f"to sample:  python -m omnijax.generate {quoted} {shlex.quote(settings.sample.prompt or 'your prompt')}")
     return log.last
+
+
+def run_folder(path: str) -> Path:
+    """The run folder, made if missing; `UserError` where it cannot be written, before anything is computed."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"Run.dir = {path!r} cannot be made ({error.strerror}); choose another folder") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"Run.dir = {path!r} cannot be written to; choose another folder")
+    return folder
 
 
 def use_compile_cache(folder: str) -> str:
@@ -155,11 +177,11 @@ def use_compile_cache(folder: str) -> str:
     return place or "off"
 
 
-def heldout_metrics(evaluate, params: parameters.Parameters, heldout: Evaluation, settings: config.Train, mesh) -> dict:
+def heldout_metrics(evaluate, params: parameters.Parameters, heldout: Evaluation, mesh: Mesh, rules: Rules) -> dict:
     """Means over all held-out tokens, each counted once on any mesh and for any batch, and bits per byte."""
     totals: dict[str, np.ndarray] = {}
     for rows in heldout.steps:
-        means = jax.device_get(evaluate(params, put_batch(rows.arrays, mesh, settings.rules)))
+        means = jax.device_get(evaluate(params, put_batch(rows.arrays, mesh, rules)))
         for name, mean in means.items():
             totals[name] = totals.get(name, np.zeros(2)) + np.asarray(mean, np.float64)
     loss = totals["cross_entropy"][0] / totals["cross_entropy"][1]
