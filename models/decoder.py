@@ -51,7 +51,9 @@ class DecoderConfig:
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any], name: str = "config.json") -> Any:
-        """Read a `config.json`; raises `UserError` for what the family does not have."""
+        """Read a `config.json`; raises `UserError` for another family's, and for what this one does not have."""
+        if values.get("model_type", cls.HF_TYPE) != cls.HF_TYPE:
+            raise UserError(f"{name}: model_type {values['model_type']!r} is not this family's, {cls.HF_TYPE!r}")
         return hf_config.read(cls, values, fixed=cls.HF_FIXED, rope_types=cls.ROPE_TYPES, name=name)
 
     def to_hf(self) -> dict[str, Any]:

@@ -43,12 +43,22 @@ def save(manager: Any, state: TrainState, data: Mapping[str, Any], config: str) 
         "optimizer": ocp.args.StandardSave(state.opt_state, save_args=_layer_chunks(state.opt_state)),
         "data": ocp.args.JsonSave(dict(data)),
         "config": ocp.args.JsonSave({"gin": config}),
-        "meta": ocp.args.JsonSave(
-            {"step": step, "jax": jax.__version__, "shapes": {path: x.shape for path, x in state.params.items()}}
-        ),
+        "meta": ocp.args.JsonSave(_describe(step, state.params)),
     }
     if not manager.save(step, args=ocp.args.Composite(**items), force=True):
         raise RuntimeError(f"orbax did not save step {step}")
+
+
+def save_weights(directory: str | os.PathLike[str], params: Parameters, model: Mapping[str, Any]) -> None:
+    """Write imported weights as step 0, with the Hugging Face config of their model; waits until they are written."""
+    manager = open_checkpoints(directory)
+    items = {
+        "params": ocp.args.StandardSave(params, save_args=_layer_chunks(params)),
+        "config": ocp.args.JsonSave({"model": dict(model)}),
+        "meta": ocp.args.JsonSave(_describe(0, params)),
+    }
+    manager.save(0, args=ocp.args.Composite(**items), force=True)
+    close(manager)
 
 
 def check(manager: Any) -> None:
@@ -92,7 +102,7 @@ def restore(manager: Any, step: int, like: TrainState, shardings: TrainState) ->
 def restore_params(manager: Any, shardings: Mapping[str, Any]) -> Parameters:
     """The parameters of the newest step alone, float32."""
     step = _newest(manager)
-    shapes = _meta(manager, step)["shapes"]
+    shapes = _item(manager, step, "meta")["shapes"]
     check_same_model(manager, step, {path: tuple(shapes.get(path, ())) for path in shardings})
     target = {
         path: jax.ShapeDtypeStruct(shapes[path], np.float32, sharding=sharding) for path, sharding in shardings.items()
@@ -102,7 +112,7 @@ def restore_params(manager: Any, shardings: Mapping[str, Any]) -> Parameters:
 
 def check_same_model(manager: Any, step: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """`UserError` unless the parameters of `step` have these paths and shapes."""
-    saved = {path: tuple(shape) for path, shape in _meta(manager, step)["shapes"].items()}
+    saved = {path: tuple(shape) for path, shape in _item(manager, step, "meta")["shapes"].items()}
     for path in sorted(set(saved) | set(shapes)):
         if saved.get(path) != shapes.get(path):
             raise UserError(
@@ -113,8 +123,16 @@ def check_same_model(manager: Any, step: int, shapes: Mapping[str, tuple[int, ..
 
 
 def saved_config(manager: Any) -> str:
-    """The resolved gin file of the newest checkpoint; `UserError` where there is no checkpoint."""
-    return manager.restore(_newest(manager), args=ocp.args.Composite(config=ocp.args.JsonRestore()))["config"]["gin"]
+    """The resolved gin file of the newest checkpoint; `UserError` where there is none, or only imported weights."""
+    config = _item(manager, _newest(manager), "config")
+    if "gin" not in config:
+        raise UserError(f"{manager.directory}: imported weights, and no run; give the folder of a run")
+    return config["gin"]
+
+
+def saved_model(manager: Any) -> dict[str, Any] | None:
+    """The Hugging Face config of imported weights; None where the checkpoint is of a run."""
+    return _item(manager, _newest(manager), "config").get("model")
 
 
 @contextlib.contextmanager
@@ -136,8 +154,12 @@ def _newest(manager: Any) -> int:
     return step
 
 
-def _meta(manager: Any, step: int) -> dict[str, Any]:
-    return manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+def _item(manager: Any, step: int, name: str) -> dict[str, Any]:
+    return manager.restore(step, args=ocp.args.Composite(**{name: ocp.args.JsonRestore()}))[name]
+
+
+def _describe(step: int, params: Parameters) -> dict[str, Any]:
+    return {"step": step, "jax": jax.__version__, "shapes": {path: x.shape for path, x in params.items()}}
 
 
 def _layer_chunks(tree: Any) -> Any:

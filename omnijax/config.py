@@ -24,6 +24,7 @@ class Run:
 
     dir:           the run folder; made if missing
     steps:         optimizer steps in all, resumed ones included
+    start:         folder whose weights the run begins with: of Hugging Face, of another run, or imported
     resume:        go on from the newest checkpoint of `dir` if there is one; False refuses a folder that holds one
     profile:       (first, last) step of a `jax.profiler` trace, or None
     compile_cache: folder that keeps compiled programs between runs; "" turns it off
@@ -33,6 +34,7 @@ class Run:
     dir: str
     steps: int = ranged(at_least=1)
     seed: int = ranged(0, at_least=0)
+    start: str | None = None
     resume: bool = True
     profile: tuple[int, int] | None = None
     compile_cache: str = "~/.cache/omnijax/xla"

@@ -50,7 +50,7 @@ def load_run(folder: Path) -> tuple[object, Tokenizer, config.Train]:
         file.flush()
         settings = config.load_config(file.name)
     mesh = make_mesh(data=1, devices=jax.devices()[:1])
-    abstract = parameters.abstract_model(settings.model, loss=settings.loss)
+    abstract = parameters.abstract_model(settings.model, **settings.model_options())
     params = checkpoint.restore_params(manager, parameters.shardings(abstract, mesh, settings.rules))
     manager.close()
     return parameters.merge(nnx.graphdef(abstract), params), settings.data.tokenizer, settings

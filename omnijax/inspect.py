@@ -28,7 +28,7 @@ def main() -> None:
 def inspect(settings: config.Train) -> str:
     """A table of every parameter (axes, shape, spec, bytes per device) and of every activation that is laid out."""
     mesh = abstract_mesh(settings.mesh)
-    model = parameters.abstract_model(settings.model, remat=settings.compute.remat, loss=settings.loss)
+    model = parameters.abstract_model(settings.model, **settings.model_options())
     placed = parameters.placements(model, mesh, settings.rules)
     rows = [
         (

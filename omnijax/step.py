@@ -37,13 +37,19 @@ def init_state(model: nnx.Module, optimizer: optax.GradientTransformation, mesh:
     return TrainState(jax.device_put(jnp.zeros((), jnp.int32), shardings.step), params, opt_state)
 
 
+def abstract_state(model: nnx.Module, optimizer: optax.GradientTransformation) -> TrainState:
+    """Shapes and dtypes of the state of a model, which may be abstract."""
+    params = parameters.split(model)[1]
+    return jax.eval_shape(lambda params: TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params)), params)
+
+
 def state_shardings(model: nnx.Module, optimizer: optax.GradientTransformation, mesh: Mesh, rules: Rules) -> TrainState:
     """The sharding of every leaf of a `TrainState`: moments live with their parameter, counters everywhere."""
     by_path = parameters.shardings(model, mesh, rules)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    abstract = jax.eval_shape(optimizer.init, parameters.split(model)[1])
+    abstract = abstract_state(model, optimizer)
     opt_state = optax.tree.map_params(
-        optimizer, lambda _, sharding: sharding, abstract, by_path, transform_non_params=lambda _: everywhere
+        optimizer, lambda _, sharding: sharding, abstract.opt_state, by_path, transform_non_params=lambda _: everywhere
     )
     return TrainState(step=everywhere, params=by_path, opt_state=opt_state)  # type: ignore[arg-type]
 

@@ -26,7 +26,8 @@ from omnijax.nn.attention import chosen_kernel, use_kernel
 from omnijax.optim import learning_rate, make_optimizer
 from omnijax.sampling import sample
 from omnijax.sharding import Rules
-from omnijax.step import evaluation_step, init_state, put_batch, state_shardings, train_step
+from omnijax.start import starting_model
+from omnijax.step import abstract_state, evaluation_step, init_state, put_batch, state_shardings, train_step
 from omnijax.steplog import StepLog
 
 
@@ -74,28 +75,29 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
         stack.enter_context(sharding.use(mesh, settings.rules))
         stack.enter_context(use_kernel(compute.attention))
 
-        # --- Model, optimizer, state ----------------------------------------------------------------------------
-        model = parameters.build_model(
-            settings.model, mesh, settings.rules, seed=run.seed, remat=compute.remat, loss=settings.loss
-        )
+        # --- Model and optimizer, as shapes so far --------------------------------------------------------------
+        options = settings.model_options()
+        model = parameters.abstract_model(settings.model, **options)
         graphdef, params = parameters.split(model)
         say(report.sharding_text(parameters.placements(model, mesh, settings.rules), mesh))
         optimizer = make_optimizer(settings.optimizer, run.steps, params)
         shardings = state_shardings(model, optimizer, mesh, settings.rules)
-        state = init_state(model, optimizer, mesh, settings.rules)
         peak = flops.peak_flops(jax.devices()[0].device_kind, run.peak_tflops)
         say(report.compute_text(compute, chosen_kernel(), peak))
 
-        # --- Resume ---------------------------------------------------------------------------------------------
+        # --- State: of the newest checkpoint, or the first ------------------------------------------------------
         manager = checkpoint.open_checkpoints(folder / "checkpoints", keep=settings.checkpoint.keep)
         stack.callback(checkpoint.close, manager)
         done = checkpoint.latest_step(manager) or 0
         if done and not run.resume:
             raise UserError(f"{folder} holds a run, at step {done}; choose another Run.dir, or set Run.resume=True")
         if done:
-            state, data_state = checkpoint.restore(manager, done, state, shardings)
+            state, data_state = checkpoint.restore(manager, done, abstract_state(model, optimizer), shardings)
             stream.restore(data_state)
             say(f"resumed at step {done}{changed_settings(checkpoint.saved_config(manager), text)}")
+        else:
+            first = starting_model(settings.model, mesh, settings.rules, start=run.start, seed=run.seed, **options)
+            state = init_state(first, optimizer, mesh, settings.rules)
         if done >= run.steps:
             say(f"nothing to train: step {done} is done and Run.steps = {run.steps}; raise it, or choose a new Run.dir")
         elif jax.process_index() == 0:
@@ -116,8 +118,8 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
         )
         stack.callback(log.close)
         programs = 1  # compiled, once the first step is done
-        first, last = run.profile or (1, 0)
-        traced = range(max(first, done + 1), min(last, run.steps) + 1)
+        begin, end = run.profile or (1, 0)
+        traced = range(max(begin, done + 1), min(end, run.steps) + 1)
         if run.profile and not traced:
             say(f"no trace: Run.profile = {run.profile} names no step that is left")
         for number in range(done + 1, run.steps + 1):

@@ -1,0 +1,70 @@
+"""Weights between Hugging Face folders and checkpoints.
+
+python -m omnijax.convert import HF_FOLDER FOLDER            # a run starts from it with Run.start="FOLDER"
+python -m omnijax.convert export FOLDER HF_FOLDER [--like ORIGINAL] [--dtype bfloat16]
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from omnijax import checkpoint, commands, hf, parameters
+from omnijax.errors import UserError
+from omnijax.generate import load_run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m omnijax.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands_of = parser.add_subparsers(dest="command", required=True)
+    importing = commands_of.add_parser("import", help="Hugging Face folder to checkpoint")
+    importing.add_argument("source")
+    importing.add_argument("target")
+    exporting = commands_of.add_parser("export", help="newest checkpoint of a run, or imported weights, to a folder")
+    exporting.add_argument("source")
+    exporting.add_argument("target")
+    exporting.add_argument("--like", help="Hugging Face folder whose config.json and tokenizer files are carried over")
+    exporting.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    arguments = parser.parse_args()
+    if arguments.command == "import":
+        import_weights(arguments.source, arguments.target)
+    else:
+        hf.save(load_weights(Path(arguments.source)), arguments.target, like=arguments.like, dtype=arguments.dtype)
+    print(f"written: {arguments.target}")
+
+
+def import_weights(source: str, target: str) -> None:
+    """A Hugging Face folder as step 0 under `target`/checkpoints; `UserError` if a checkpoint is there already."""
+    from models.families import family_of
+
+    folder = Path(target) / "checkpoints"
+    if folder.exists():
+        raise UserError(f"{target} already holds checkpoints; choose another folder")
+    model = hf.load(family_of(source), source)
+    checkpoint.save_weights(folder, parameters.split(model)[1], model.config.to_hf())
+
+
+def load_weights(folder: Path) -> Any:
+    """The model of a run's newest checkpoint, or of imported weights, on one device."""
+    from models.families import family_named
+
+    if not (folder / "checkpoints").is_dir():
+        raise UserError(f"{folder}: no checkpoints here; give the folder of a run, or of imported weights")
+    manager = checkpoint.open_checkpoints(folder / "checkpoints", read_only=True)
+    stored = checkpoint.saved_model(manager)
+    if stored is None:
+        checkpoint.close(manager)
+        return load_run(folder)[0]
+    abstract = parameters.abstract_model(family_named(stored["model_type"], str(folder)).Config.from_hf(stored))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = checkpoint.restore_params(manager, dict.fromkeys(parameters.describe(abstract), device))
+    checkpoint.close(manager)
+    return parameters.merge(nnx.graphdef(abstract), params)
+
+
+if __name__ == "__main__":
+    commands.run(main)

@@ -1,0 +1,47 @@
+"""Where a run's first parameters come from: fresh, from a Hugging Face folder, or from another run."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from omnijax import checkpoint, hf, parameters
+from omnijax.errors import UserError
+from omnijax.sharding import Rules
+
+
+def starting_model(config: Any, mesh: Mesh, rules: Rules, *, start: str | None, seed: int, **options: Any) -> Any:
+    """The float32 model a run begins with, every parameter where it lives.
+
+    `start` is None (fresh parameters from `seed`), a Hugging Face folder, or the folder of a run or of imported
+    weights, whose newest checkpoint is read. Raises `UserError` where it holds another model than `config`.
+    """
+    if start is None:
+        return parameters.build_model(config, mesh, rules, seed=seed, **options)
+    folder, abstract = Path(start), parameters.abstract_model(config, **options)
+    if (folder / "config.json").is_file():
+        stored = type(config).from_hf(json.loads((folder / "config.json").read_text()), str(folder / "config.json"))
+        require_same(config, stored, folder)
+        return hf.load(type(abstract), folder, mesh=mesh, rules=rules, **options)
+    if (folder / "checkpoints").is_dir():
+        manager = checkpoint.open_checkpoints(folder / "checkpoints", read_only=True)
+        params = checkpoint.restore_params(manager, parameters.shardings(abstract, mesh, rules))
+        checkpoint.close(manager)
+        return parameters.merge(nnx.graphdef(abstract), params)
+    raise UserError(f"Run.start = {start!r} is neither a Hugging Face folder (config.json) nor one with checkpoints")
+
+
+def require_same(config: Any, stored: Any, folder: Path) -> None:
+    """`UserError` naming the fields in which a model config differs from that of the weights in `folder`."""
+    differing = []
+    for field in dataclasses.fields(config):
+        ours, theirs = getattr(config, field.name), getattr(stored, field.name)
+        # How a model is initialised says nothing of weights that are there.
+        if ours != theirs and field.name != "initializer_range":
+            differing.append(f"{field.name} = {theirs!r} there and {ours!r} in this config")
+    if differing:
+        mend = "change it, or write config.Train.model = @families.hugging_face()"
+        raise UserError(f"Run.start: {folder} holds another model: {', '.join(differing)}; {mend}")
