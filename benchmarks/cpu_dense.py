@@ -149,7 +149,7 @@ def omnijax_worker(folder: str, *, bare: bool) -> None:
     from models.qwen3 import Qwen3
     from omnijax import hf, parameters, sharding
     from omnijax.mesh import make_mesh
-    from omnijax.step import init_state, put_batch, state_shardings, train_step
+    from omnijax.step import init_state, put_batch, train_step
     from sharding_rules import qwen3 as rules
 
     mesh, table, rows = make_mesh(data=1, devices=jax.devices()[:1]), rules.table(), batches()
@@ -185,9 +185,7 @@ def omnijax_worker(folder: str, *, bare: bool) -> None:
                 return float(value)
         else:
             state = [init_state(model, optimizer, mesh, table)]
-            compiled = train_step(
-                graphdef, optimizer, state_shardings(model, optimizer, mesh, table), dtype=jnp.dtype("float32")
-            )
+            compiled = train_step(model, optimizer, mesh, table, dtype=jnp.dtype("float32"))
 
             def step(number: int) -> float:
                 state[0], report = compiled(state[0], put_batch(arrays(number), mesh, table))

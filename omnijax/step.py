@@ -55,9 +55,10 @@ def state_shardings(model: nnx.Module, optimizer: optax.GradientTransformation, 
 
 
 def train_step(
-    graphdef: nnx.GraphDef,
+    model: nnx.Module,
     optimizer: optax.GradientTransformation,
-    shardings: TrainState,
+    mesh: Mesh,
+    rules: Rules,
     *,
     accumulation: int = 1,
     dtype: jnp.dtype = jnp.bfloat16,
@@ -66,8 +67,10 @@ def train_step(
 
     `metrics` holds `loss` (every objective's sum over its global weight, added), each reported mean, `grad_norm`
     before clipping, and `weight`, the weight of objective `text`. `accumulation` cuts the batch into so many
-    micro-batches; the result does not depend on it. Call it inside `sharding.use`.
+    micro-batches; the result does not depend on it. Of `model`, which may be abstract, only the structure is used.
+    Call the step inside `sharding.use`.
     """
+    graphdef, shardings = nnx.graphdef(model), state_shardings(model, optimizer, mesh, rules)
 
     def forward(params: Parameters, batch: Batch) -> Outputs:
         return parameters.merge(graphdef, parameters.cast(params, dtype))(batch)
@@ -114,9 +117,10 @@ def train_step(
 
 
 def evaluation_step(
-    graphdef: nnx.GraphDef, *, dtype: jnp.dtype = jnp.bfloat16
+    model: nnx.Module, *, dtype: jnp.dtype = jnp.bfloat16
 ) -> Callable[[Parameters, Batch], dict[str, Mean]]:
     """The compiled `(params, batch) -> means`, as sums and weights that the caller adds over batches."""
+    graphdef = nnx.graphdef(model)
 
     def evaluate(params: Parameters, batch: Batch) -> dict[str, Mean]:
         return parameters.merge(graphdef, parameters.cast(params, dtype))(batch).metrics

@@ -105,9 +105,9 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
 
         # --- Steps ----------------------------------------------------------------------------------------------
         step: Any = train_step(
-            graphdef, optimizer, shardings, accumulation=compute.accumulation, dtype=jnp.dtype(compute.dtype)
+            model, optimizer, mesh, settings.rules, accumulation=compute.accumulation, dtype=jnp.dtype(compute.dtype)
         )
-        evaluate = evaluation_step(graphdef, dtype=jnp.dtype(compute.dtype))
+        evaluate = evaluation_step(model, dtype=jnp.dtype(compute.dtype))
         log = StepLog(
             folder,
             done=done,

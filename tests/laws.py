@@ -62,9 +62,7 @@ def run(config: Any, rules: Rules, mesh_name: str | None, *, arrays=None, accumu
         optimizer = recording_sgd(0.5)
         shardings = state_shardings(model, optimizer, mesh, rules)
         state = init_state(model, optimizer, mesh, rules)
-        step = train_step(
-            parameters.split(model)[0], optimizer, shardings, accumulation=accumulation, dtype=jnp.float32
-        )
+        step = train_step(model, optimizer, mesh, rules, accumulation=accumulation, dtype=jnp.float32)
         batch = put_batch(arrays, mesh, rules)
         reports = []
         for number in range(steps):

@@ -86,9 +86,9 @@ def run(path: Path, *overrides: str, folder: str = "run") -> Seen:
             super().record(number, rows, results)
 
     class Step:
-        def __init__(self, graphdef, optimizer, shardings, **options):
-            self.step: Any = step.train_step(graphdef, optimizer, shardings, **options)
-            seen.declared = shardings
+        def __init__(self, *arguments, **options):
+            self.step: Any = step.train_step(*arguments, **options)
+            seen.declared = step.state_shardings(*arguments)
 
         def __call__(self, state, batch):
             if seen.before is None:

@@ -38,8 +38,8 @@ def compiled_step(mesh_name: str, remat: Remat, rows: int = 2) -> str:
         model = parameters.abstract_model(CONFIG, remat=remat)
         optimizer = optax.sgd(0.1)
         shardings = state_shardings(model, optimizer, mesh, table)
-        graphdef, params = parameters.split(model)
-        step = train_step(graphdef, optimizer, shardings, dtype=jnp.float32)
+        params = parameters.split(model)[1]
+        step = train_step(model, optimizer, mesh, table, dtype=jnp.float32)
         integers = jax.ShapeDtypeStruct((rows, LENGTH), jnp.int32)
         weights = jax.ShapeDtypeStruct((rows, LENGTH), jnp.float32)
         batch = Batch(integers, integers, integers, integers, weights, integers)

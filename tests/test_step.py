@@ -13,7 +13,7 @@ from omnijax import parameters
 from omnijax.config import Optimizer
 from omnijax.objectives import TextLoss
 from omnijax.optim import make_optimizer
-from omnijax.step import init_state, put_batch, state_shardings, train_step
+from omnijax.step import init_state, put_batch, train_step
 from sharding_rules import qwen3 as rules
 from tests import laws
 from tests.meshes import MESHES, on, packed_arrays
@@ -107,12 +107,12 @@ def train(steps: int, dtype, *, learning_rate: float, loss: TextLoss | None = No
     table = rules.table()
     with on(None, table) as mesh:
         model = parameters.build_model(SMALL, mesh, table, seed=1, loss=loss)
-        graphdef, params = parameters.split(model)
+        params = parameters.split(model)[1]
         config = Optimizer(learning_rate=learning_rate, schedule="constant", **optimizer)
         chain = make_optimizer(config, steps, params)
         before = jax.device_get(params)
         state = init_state(model, chain, mesh, table)
-        step = train_step(graphdef, chain, state_shardings(model, chain, mesh, table), dtype=dtype)
+        step = train_step(model, chain, mesh, table, dtype=dtype)
         batch = put_batch(packed_arrays(vocab=SMALL.vocab_size), mesh, table)
         reports = []
         for _ in range(steps):
@@ -159,9 +159,8 @@ def test_accumulators_and_state_live_where_the_parameters_do(accumulation: int) 
     with on("data 8", table) as mesh:
         model = parameters.build_model(laws_scale(), mesh, table, remat="full")
         chain = optax.adamw(1e-3)
-        shardings = state_shardings(model, chain, mesh, table)
         state = init_state(model, chain, mesh, table)
-        step = train_step(parameters.split(model)[0], chain, shardings, accumulation=accumulation, dtype=jnp.float32)
+        step = train_step(model, chain, mesh, table, accumulation=accumulation, dtype=jnp.float32)
         batch = put_batch(packed_arrays(rows=32, length=16, vocab=96), mesh, table)
         memory = step.lower(state, batch).compile().memory_analysis()
         parameter_bytes = 4 * sum(x.size for x in state.params.values())

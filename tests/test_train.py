@@ -273,9 +273,10 @@ def held_out(rows: int, mesh_name: str | None, initializer_range: float = 0.1) -
     """Held-out metrics of an untrained model on `TEXTS`, which fill ten rows and a part of the eleventh."""
     model_config = Qwen3Config(257, 16, 32, 2, 8, 4, 4, initializer_range=initializer_range)
     with on(mesh_name, rules.table()) as mesh:
-        graphdef, params = parameters.split(parameters.build_model(model_config, mesh, rules.table(), seed=0))
+        model = parameters.build_model(model_config, mesh, rules.table(), seed=0)
         rows_of_text = evaluation_rows(PythonDocuments("texts", tuple("abcde"), TEXTS), Bytes(), 16, rows=rows)
-        evaluate = evaluation_step(graphdef, dtype=jnp.dtype("float32"))
+        evaluate = evaluation_step(model, dtype=jnp.dtype("float32"))
+        params = parameters.split(model)[1]
         return train.heldout_metrics(evaluate, params, rows_of_text, mesh, rules.table())
 
 
