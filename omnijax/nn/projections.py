@@ -1,5 +1,6 @@
 """Parameters with named axes, and the linear maps made of them."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from omnijax.sharding import constrain
+from omnijax.sharding import constrain, split_count
 
 Axes = Sequence[tuple[str, int]]
 """Named sizes, e.g. `(("heads", 6), ("head_dim", 12))`."""
@@ -32,10 +33,16 @@ class Linear(nnx.Module):
         self.bias = param(rngs, nnx.initializers.zeros, outputs, inputs=0) if bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        kernel = self.kernel[...]
-        count = self.kernel.inputs
-        contracted = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
-        y = jax.lax.dot_general(x, kernel, (contracted, ((), ())))
+        kernel, count = self.kernel[...], self.kernel.inputs
+        if split_count("length") == 1:
+            # Rows and tokens as one axis: with two, XLA's CPU backend copies both sides of the weight's gradient.
+            # Where tokens are split over devices, one axis could not say which device holds what.
+            tokens, outputs = x.shape[:-count], kernel.shape[count:]
+            y = x.reshape(math.prod(tokens), -1) @ kernel.reshape(-1, math.prod(outputs))
+            y = y.reshape(*tokens, *outputs)
+        else:
+            contracted = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
+            y = jax.lax.dot_general(x, kernel, (contracted, ((), ())))
         return y if self.bias is None else y + self.bias[...]
 
 
