@@ -16,7 +16,17 @@ from jaxtyping import Int
 from omnijax.parameters import describe
 
 # Dense bf16 peak of one device in FLOP/s, by a word of jax's device_kind; NVIDIA data sheets, without sparsity.
-PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+# The first word that fits counts, so the cards that run slower than their namesakes come first.
+PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,7 @@ def forward_cost(model: Any, attention_costs: tuple[tuple[int | None, int], ...]
     described = describe(model)
     weights = sum(math.prod(each.shape) for path, each in described.items() if path.endswith(".kernel"))
     head = described.get("lm_head.embedding", described["embed_tokens.embedding"])
-    per_token = 2 * (weights + math.prod(head.shape))
+    per_token = 2 * (weights + (head.rows or head.shape[0]) * head.shape[1])
     return Cost(per_token, tuple((window, 2 * pairs) for window, pairs in attention_costs))
 
 

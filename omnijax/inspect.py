@@ -3,8 +3,8 @@
 Takes no device memory, and needs no devices: a mesh of any size can be looked at from a laptop.
 """
 
-import math
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from omnijax import commands, config, ginfile, parameters, report, sharding
 from omnijax.batch import Batch
-from omnijax.errors import UserError
+from omnijax.mesh import mesh_shape
 from omnijax.sharding import MESH_AXES, Placement
 
 
@@ -30,7 +30,7 @@ def inspect(settings: config.Train) -> str:
     mesh = abstract_mesh(settings.mesh)
     model = parameters.abstract_model(settings.model, **settings.model_options())
     placed = parameters.placements(model, mesh, settings.rules)
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             path,
             sharding.label(each.names, each.shape),
@@ -51,27 +51,20 @@ def inspect(settings: config.Train) -> str:
 
 
 def abstract_mesh(sizes: config.Mesh) -> AbstractMesh:
-    """The mesh of a config without its devices. A size of -1 is refused unless this machine's devices decide it."""
-    shape = [getattr(sizes, axis) for axis in MESH_AXES]
-    if -1 in shape:
-        known = math.prod(size for size in shape if size != -1)
-        if jax.device_count() % known:
-            raise UserError(
-                f"Mesh.{MESH_AXES[shape.index(-1)]} = -1 takes the devices that are left, but {jax.device_count()} here "
-                f"are no multiple of {known}; give its size"
-            )
-        shape[shape.index(-1)] = jax.device_count() // known
-    return AbstractMesh(tuple(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    """The mesh of a config without its devices. A size of -1 counts the devices of this machine."""
+    shape = mesh_shape(vars(sizes), jax.device_count())
+    return AbstractMesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def activations(settings: config.Train, model, mesh: AbstractMesh) -> list[Placement]:
     """Placements of the activations of one micro-batch's forward pass, in the order they are met."""
     shape = (settings.data.rows // settings.compute.accumulation, settings.data.length)
-    integers, weights = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
+    integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+    weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
     batch = Batch(integers, integers, integers, integers, weights, integers)
     graphdef, params = parameters.split(model)
     with sharding.use(mesh, settings.rules), sharding.record() as placements:
-        jax.eval_shape(lambda params, batch: parameters.merge(graphdef, params)(batch), params, batch)
+        jax.eval_shape(lambda params, batch: parameters.merge(graphdef, params)(batch).hidden, params, batch)
     return placements
 
 

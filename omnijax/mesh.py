@@ -1,7 +1,7 @@
 """The device mesh: five axes, in the order of their links' speed, slowest first."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -26,22 +26,35 @@ def make_mesh(
     """
     available = jax.devices() if devices is None else devices
     sizes = dict(zip(MESH_AXES, (replica, data, expert, sequence, tensor), strict=True))
-    described = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-    if any(size < 1 and size != -1 for size in sizes.values()):
-        raise UserError(f"mesh {described}: a size is a positive number, or -1 for all devices that are left")
-    open_axes = [axis for axis, size in sizes.items() if size == -1]
-    if len(open_axes) > 1:
-        raise UserError(f"mesh {described}: only one size may be -1, not {' and '.join(open_axes)}")
-    product = math.prod(size for size in sizes.values() if size != -1)
-    if open_axes and len(available) % product == 0:
-        sizes[open_axes[0]] = len(available) // product
-        product = len(available)
-    if product != len(available):
+    shape, types = mesh_shape(sizes, len(available)), (AxisType.Auto,) * len(MESH_AXES)
+    if math.prod(shape) != len(available):
         raise UserError(
-            f"mesh {described}: the sizes take {product} devices{' or a multiple' if open_axes else ''}, "
-            f"there are {len(available)}; change a size, or write -1 for one of them"
+            f"mesh {_describe(sizes)}: the sizes take {math.prod(shape)} devices, there are {len(available)}; "
+            f"change a size, or write -1 for one of them"
         )
-    shape, types = tuple(sizes.values()), (AxisType.Auto,) * len(MESH_AXES)
     if devices is None:  # jax knows which of the cluster's devices have fast links
         return jax.make_mesh(shape, MESH_AXES, axis_types=types)
     return Mesh(np.asarray(devices).reshape(shape), MESH_AXES, axis_types=types)
+
+
+def mesh_shape(sizes: Mapping[str, int], devices: int) -> tuple[int, ...]:
+    """`sizes` in order, where -1 takes what the others leave of `devices`.
+
+    Raises `UserError` for a size that is neither positive nor the only -1, or where `devices` leave no whole number.
+    """
+    if any(size < 1 and size != -1 for size in sizes.values()):
+        raise UserError(f"mesh {_describe(sizes)}: a size is a positive number, or -1 for all devices that are left")
+    left = [axis for axis, size in sizes.items() if size == -1]
+    if len(left) > 1:
+        raise UserError(f"mesh {_describe(sizes)}: only one size may be -1, not {' and '.join(left)}")
+    product = math.prod(size for size in sizes.values() if size != -1)
+    if left and devices % product:
+        raise UserError(
+            f"mesh {_describe(sizes)}: {left[0]} takes the devices that are left, but the {devices} here are no "
+            f"multiple of {product}; give its size, or change another"
+        )
+    return tuple(devices // product if size == -1 else size for size in sizes.values())
+
+
+def _describe(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from omnijax.errors import UserError
 from omnijax.sharding import constrain, split_count
 
 Mean = tuple[Float32[Array, ""], Float32[Array, ""]]
@@ -36,6 +37,10 @@ class TextLoss:
 
     z_loss: float = 0.0
     chunk: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1 or self.z_loss < 0:
+            raise UserError(f"TextLoss: chunk {self.chunk} must be positive and z_loss {self.z_loss} not negative")
 
     def __call__(
         self,
@@ -92,7 +97,7 @@ weighted_cross_entropy.defvjp(_forward, _backward)
 
 
 def _chunks(hidden, head, targets, weights, z_loss, chunk, vocab_size, *, with_gradient):
-    rows, lengths = split_count("batch"), split_count("length")
+    rows, lengths = split_count("batch", targets.shape[0]), split_count("length", targets.shape[1])
     tokens = targets.size // (rows * lengths)
     chunk = min(chunk, tokens)
     groups = functools.partial(_to_chunks, rows=rows, lengths=lengths, chunk=chunk)

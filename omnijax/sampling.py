@@ -1,6 +1,6 @@
 """Sampling from a language model by running it whole for every token: slow for long contexts, right for any model."""
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -31,45 +31,44 @@ def sample(
     """
     if not len(prompt):
         raise UserError("sample: the prompt is empty; give at least one token")
-    if context % split_count("length"):
-        raise UserError(f"sample: context {context} is not divided by the {split_count('length')} parts of length")
+    if context < 1:
+        raise UserError(f"sample: context {context} must be positive")
     prompt = np.asarray(prompt, np.int32)[-context:]
     window = np.zeros(context, np.int32)
     window[: len(prompt)] = prompt
     graphdef, params = parameters.split(model)
-    run = _sampler(graphdef, split_count("batch"), tokens)
-    return np.asarray(run(params, window, len(prompt), temperature, jax.random.key(seed)))
+    key = jax.random.key(seed)
+    rows = split_count("batch")  # Every device that holds rows of its own samples the same row.
+    return np.asarray(_sample(graphdef, params, window, len(prompt), temperature, key, rows=rows, tokens=tokens))
 
 
-def _sampler(graphdef: nnx.GraphDef, rows: int, tokens: int) -> Callable[..., Array]:
-    def next_token(params: parameters.Parameters, carry: tuple, _: None) -> tuple[tuple, Array]:
-        window, filled, temperature, key = carry
-        key, this_key = jax.random.split(key)
-        index = jnp.arange(window.size, dtype=jnp.int32)
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("rows", "tokens"))
+def _sample(
+    graphdef: nnx.GraphDef,
+    params: parameters.Parameters,
+    window: Int[Array, " context"],
+    filled: Int[Array, ""],
+    temperature: Array,
+    key: Array,
+    *,
+    rows: int,
+    tokens: int,
+) -> Int[Array, " tokens"]:
+    """Of `window` the first `filled` ids are there; once it is full, the oldest makes room for the newest."""
+    model = parameters.merge(graphdef, params)
+    index = jnp.arange(window.size, dtype=jnp.int32)
+
+    def next_token(carry: tuple[Array, Array], key: Array) -> tuple[tuple[Array, Array], Array]:
+        window, filled = carry
         segments = (index < filled).astype(jnp.int32)
-        # Every data shard samples the same row: a mesh that splits rows needs one each.
-        row = {
-            "tokens": window,
-            "segment_ids": segments,
-            "positions": index,
-            "targets": index * 0,
-            "sources": index * 0,
-        }
-        batch = Batch(
-            **{name: jnp.tile(x, (rows, 1)) for name, x in row.items()}, weights=jnp.zeros((rows, window.size))
-        )
-        model = parameters.merge(graphdef, params)
-        hidden = model(batch).hidden
-        logits = model.logits(hidden)[0, filled - 1]
-        drawn = jax.random.categorical(this_key, logits / jnp.maximum(temperature, 1e-6))
+        row = Batch(window, segments, index, jnp.zeros_like(index), jnp.zeros(window.size), jnp.zeros_like(index))
+        batch = jax.tree.map(lambda x: jnp.tile(x, (rows, 1)), row)
+        logits = model.logits(model(batch).hidden)[0, filled - 1]
+        drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
         token = jnp.where(temperature > 0, drawn, logits.argmax()).astype(jnp.int32)
         full = filled == window.size
         window = jnp.where(full, jnp.roll(window, -1), window)
         filled = jnp.where(full, filled, filled + 1)
-        return (window.at[filled - 1].set(token), filled, temperature, key), token
+        return (window.at[filled - 1].set(token), filled), token
 
-    def run(params: parameters.Parameters, window: Array, filled: int, temperature: float, key: Array) -> Array:
-        carry = (window, jnp.asarray(filled), jnp.asarray(temperature), key)
-        return jax.lax.scan(lambda carry, _: next_token(params, carry, _), carry, None, length=tokens)[1]
-
-    return jax.jit(run)
+    return jax.lax.scan(next_token, (window, jnp.asarray(filled)), jax.random.split(key, tokens))[1]

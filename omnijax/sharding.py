@@ -18,7 +18,7 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -65,11 +65,22 @@ def lines(**table: str) -> tuple[Line, ...]:
     return tuple(_parse_line(name, text) for name, text in table.items())
 
 
+AttentionLayout = Literal["ulysses", "ring"]
+
+
 @dataclass(frozen=True)
 class Layout:
-    """How attention moves its tokens between devices when `length` is split."""
+    """How attention works when `length` is split. Anything else is a `UserError`.
 
-    attention: Literal["ulysses"] = "ulysses"
+    ulysses: tokens are exchanged for heads, so that each device has all tokens of its own heads, one line each:
+             `attention_length` and `attention_heads`
+    ring:    tokens stay split, and keys and values travel from device to device; any number of heads will do
+    """
+
+    attention: AttentionLayout = "ulysses"
+
+    def __post_init__(self) -> None:
+        _check_name(self.attention, get_args(AttentionLayout), "layout", kind="attention")
 
 
 @dataclass(frozen=True)
@@ -111,7 +122,6 @@ def place(
     """
     if len(names) != len(shape):
         raise ValueError(f"{what}: {len(names)} axis names {tuple(names)} for shape {tuple(shape)}")
-    by_name = {line.name: line for line in table}
     entries: list[tuple[str, ...]] = []
     fallbacks: list[str] = []
     owner: dict[str, str] = {}
@@ -119,9 +129,7 @@ def place(
         if name is None:
             entries.append(())
             continue
-        if name not in by_name:
-            raise UserError(f"{what}: the table has no line for axis '{name}'; add one, e.g. {name}=\"none\"")
-        axes = _first_dividing(by_name[name], size, sizes, what, fallbacks)
+        axes = _first_dividing(_line(table, name, what), size, sizes, what, fallbacks)
         for axis in axes:
             if axis in owner:
                 raise UserError(
@@ -165,8 +173,8 @@ _recorder: contextvars.ContextVar[list[Placement] | None] = contextvars.ContextV
 @contextlib.contextmanager
 def use(mesh: Mesh | AbstractMesh, rules: Rules) -> Iterator[None]:
     """Inside this context `constrain` applies `rules` on `mesh`; an abstract mesh serves tracing without devices."""
-    enter = jax.set_mesh if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh
-    with enter(mesh), _rules(rules):  # type: ignore[operator]
+    entered = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
+    with entered, _rules(rules):
         yield
 
 
@@ -210,16 +218,18 @@ def activation_spec(shape: Sequence[int], *names: str | None) -> PartitionSpec |
     return placement.spec
 
 
-def split_count(name: str) -> int:
-    """Into how many parts the first alternative of an activation line splits its axis (1 where no table is in use)."""
+def split_count(name: str, size: int | None = None) -> int:
+    """Into how many parts the table splits an activation axis of this size; 1 where no table is in use.
+
+    Without a `size`, the first alternative of the line counts. Raises `UserError` as `place` does.
+    """
     _check_name(name, ACTIVATION_AXES, "activation")
     rules, sizes = current_rules(), _automatic_sizes()
     if rules is None:
         return 1
-    line = next((line for line in rules.activations if line.name == name), None)
-    if line is None:
-        raise UserError(f"activations table: no line for axis '{name}'; add one, e.g. {name}=\"none\"")
-    return math.prod(sizes.get(axis, 1) for axis in line.alternatives[0])
+    line = _line(rules.activations, name, "activation")
+    axes = line.alternatives[0] if size is None else _first_dividing(line, size, sizes, "activation", [])
+    return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
 def label(names: Sequence[str | None], shape: Sequence[int]) -> str:
@@ -230,6 +240,13 @@ def label(names: Sequence[str | None], shape: Sequence[int]) -> str:
 def _automatic_sizes() -> dict[str, int]:
     mesh = jax.sharding.get_abstract_mesh()
     return {axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes}
+
+
+def _line(table: Sequence[Line], name: str, what: str) -> Line:
+    for line in table:
+        if line.name == name:
+            return line
+    raise UserError(f"{what}: the table has no line for axis '{name}'; add one, e.g. {name}=\"none\"")
 
 
 def _first_dividing(

@@ -1,10 +1,10 @@
 """Qwen3, dense: where each named axis lives."""
 
-from omnijax.sharding import Layout, Rules, lines
+from omnijax.sharding import AttentionLayout, Layout, Rules, lines
 
 
-def table() -> Rules:
-    """ZeRO-3 over data, expert and sequence; heads, feed-forward and vocabulary over tensor; Ulysses attention."""
+def table(attention: AttentionLayout = "ulysses") -> Rules:
+    """ZeRO-3 over data, expert and sequence; heads, feed-forward and vocabulary over tensor; Ulysses or a ring."""
     return Rules(
         parameters=lines(
             layers="none",
@@ -26,5 +26,5 @@ def table() -> Rules:
             attention_length="none",
             attention_heads="tensor sequence",
         ),
-        layout=Layout(attention="ulysses"),
+        layout=Layout(attention=attention),
     )

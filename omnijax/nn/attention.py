@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from omnijax.errors import UserError
-from omnijax.nn.blockwise import blockwise
+from omnijax.nn.blockwise import blockwise, inside_axes, is_ring
 from omnijax.nn.spans import Span
 from omnijax.sharding import constrain, split_count
 
@@ -35,17 +35,27 @@ def attention(
     Query head h reads key/value head h // (H / K). `sinks` adds to each head's softmax one logit without a value;
     `soft_cap` bounds the logits: soft_cap * tanh(logits / soft_cap). The softmax is computed in float32.
 
-    Where the table splits `length`, tokens are exchanged for heads around the kernel (Ulysses, Jacobs et al. 2023):
-    one all-to-all each for q, k, v and the output, as every device needs all tokens of its own heads. For that each
-    device must own whole key/value heads, so that few of them are repeated. Raises `UserError` where the heads do
-    not divide so.
+    Where the table splits `length`, its layout says how queries and keys meet (`omnijax.sharding.Layout`):
+
+    - Ulysses (Jacobs et al. 2023) exchanges tokens for heads around the kernel: one all-to-all each for q, k, v and
+      the output, as every device needs all tokens of its own heads.
+    - A ring (`omnijax.nn.ring`) leaves tokens where they are, and hands k and v around.
+
+    Either way each device must own whole key/value heads, so that few of them are repeated. Raises `UserError` where
+    the heads do not divide so, and for a kernel that knows no ring.
     """
-    k, v = _repeat_heads(q.shape[2], k, v)
-    q, k, v = (_tokens_to_heads(x) for x in (q, k, v))
-    # Whole before any mask is made of them: else what XLA gathers is the mask.
-    start, end = (constrain(x, "batch", "attention_length") for x in span)
+    if is_ring() and chosen_kernel() != "blockwise":
+        raise UserError(
+            f"attention: the kernel {chosen_kernel()} needs all keys on one device, which a ring never has; "
+            f'choose the kernel blockwise, or Layout(attention="ulysses")'
+        )
+    inside, outside = inside_axes(), ("batch", "length", "act_heads", None)
+    k, v = _repeat_heads(q.shape[2], k, v, inside[2])
+    q, k, v = (constrain(constrain(x, *outside), *inside) for x in (q, k, v))
+    # Laid out before any mask is made of them: else what XLA gathers is the mask.
+    start, end = (constrain(x, *inside[:2]) for x in span)
     out = KERNELS[chosen_kernel()](q, k, v, (start, end), scale=scale, sinks=sinks, soft_cap=soft_cap)
-    return _heads_to_tokens(out)
+    return constrain(constrain(out, *inside), *outside)
 
 
 def reference(
@@ -98,25 +108,15 @@ def chosen_kernel() -> str:
     return "blockwise" if _kernel.value == "auto" else _kernel.value
 
 
-def _repeat_heads(heads: int, k: Array, v: Array) -> tuple[Array, Array]:
-    """Repeat key/value heads as often as it takes for each device to own whole ones."""
-    kv_heads, parts = k.shape[2], split_count("attention_heads")
+def _repeat_heads(heads: int, k: Array, v: Array, axis: str) -> tuple[Array, Array]:
+    """Repeat key/value heads as often as it takes for each part of `axis` to own whole ones."""
+    kv_heads, parts = k.shape[2], split_count(axis)
     needed = math.lcm(kv_heads, parts)
     if heads % needed:
         raise UserError(
             f"attention: {heads} query heads are not a multiple of {needed} = lcm({kv_heads} key/value heads, {parts} "
-            f"parts of attention_heads); change the heads or the sizes of the mesh axes of attention_heads"
+            f"parts of {axis}); change the heads or the sizes of the mesh axes of {axis}"
         )
     if needed == kv_heads:
         return k, v
     return jnp.repeat(k, needed // kv_heads, axis=2), jnp.repeat(v, needed // kv_heads, axis=2)
-
-
-def _tokens_to_heads(x: Array) -> Array:
-    x = constrain(x, "batch", "length", "act_heads", None)
-    return constrain(x, "batch", "attention_length", "attention_heads", None)
-
-
-def _heads_to_tokens(x: Array) -> Array:
-    x = constrain(x, "batch", "attention_length", "attention_heads", None)
-    return constrain(x, "batch", "length", "act_heads", None)

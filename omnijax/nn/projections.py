@@ -15,7 +15,7 @@ Axes = Sequence[tuple[str, int]]
 """Named sizes, e.g. `(("heads", 6), ("head_dim", 12))`."""
 
 
-def param(rngs: nnx.Rngs, init: Callable[..., Array], axes: Axes, **metadata: object) -> nnx.Param:
+def param(rngs: nnx.Rngs, init: Callable[..., Array], axes: Axes, **metadata: Any) -> nnx.Param:
     """A float32 parameter whose shape and axis names are `axes`; other `metadata` is kept beside them."""
     names, shape = tuple(name for name, _ in axes), tuple(size for _, size in axes)
     return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=names, **metadata)
