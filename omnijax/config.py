@@ -99,7 +99,7 @@ class Compute:
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    attention: Literal["auto", "blockwise", "reference"] = "auto"
+    attention: Literal["auto", "blockwise", "cudnn", "reference", "tokamax"] = "auto"
     remat: Remat = "full"
     accumulation: int = ranged(1, at_least=1)
     vocab_multiple: int = ranged(1, at_least=1)

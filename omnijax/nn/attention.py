@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from omnijax.errors import UserError
 from omnijax.nn.blockwise import blockwise, inside_axes, is_ring
+from omnijax.nn.gpu import cudnn, tokamax
 from omnijax.nn.spans import Span
 from omnijax.sharding import constrain, split_count
 
@@ -88,7 +89,7 @@ def reference(
     return out.reshape(batch, length, heads, -1).astype(q.dtype)
 
 
-KERNELS = {"reference": reference, "blockwise": blockwise}
+KERNELS = {"reference": reference, "blockwise": blockwise, "cudnn": cudnn, "tokamax": tokamax}
 
 # The kernel enters jit's cache key, so two kernels never share a compiled program.
 _kernel = jax.make_user_context(default_value="auto")
