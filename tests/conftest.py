@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, shapes checked at every call, and compiled programs kept between runs."""
 
+import collections
 import os
 import tempfile
 from pathlib import Path
@@ -22,3 +23,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
     if jax.default_backend() != "gpu":
         terminalreporter.write_line("tests marked gpu did not run: there is no GPU here")
+    reasons = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    for reason, count in reasons.items():
+        terminalreporter.write_line(f"{count} tests did not run: {reason}")
