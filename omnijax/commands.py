@@ -2,10 +2,12 @@
 
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from omnijax import ginfile
 from omnijax.errors import UserError
 
 
@@ -22,6 +24,26 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def settings_from_command_line(command: str) -> ginfile.Loaded:
+    """The config that `python -m omnijax.<command> CONFIG.gin [Name.field=value ...]` names; `--help` ends here."""
+    from omnijax import config  # not above: it imports jax, which a mistake on the command line need not wait for
+
+    usage, arguments = f"python -m omnijax.{command} CONFIG.gin [Name.field=value ...]", sys.argv[1:]
+    if not arguments:
+        raise UserError(f"no config file is given; write {usage}")
+    if arguments[0] in ("-h", "--help"):
+        print(f"usage: {usage}\nevery field and its meaning: {config.__file__}")
+        raise SystemExit(0)
+    return ginfile.load(arguments[0], arguments[1:], root=config.Train)
+
+
+def python() -> str:
+    """This interpreter as a shell here would call it."""
+    path = Path(sys.executable)
+    inside = path.is_relative_to(Path.cwd())
+    return shlex.quote(str(path.relative_to(Path.cwd()) if inside else path))
 
 
 def find_our_packages() -> None:

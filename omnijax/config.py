@@ -23,7 +23,7 @@ class Run:
     """What to run and where its results go.
 
     dir:           the run folder; made if missing
-    steps:         optimizer steps in all, resumed ones included
+    steps:         optimizer steps in all, resumed ones included; learning-rate schedules span all of them
     start:         folder whose weights the run begins with: of Hugging Face, of another run, or imported
     resume:        go on from the newest checkpoint of `dir` if there is one; False refuses a folder that holds one
     profile:       (first, last) step of a `jax.profiler` trace, or None

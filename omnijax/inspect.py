@@ -3,26 +3,20 @@
 Takes no device memory, and needs no devices: a mesh of any size can be looked at from a laptop.
 """
 
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from omnijax import commands, config, ginfile, parameters, report, sharding
+from omnijax import commands, config, parameters, report, sharding
 from omnijax.batch import Batch
 from omnijax.mesh import mesh_shape
 from omnijax.sharding import MESH_AXES, Placement
 
 
 def main() -> None:
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        raise SystemExit(
-            "usage: python -m omnijax.inspect CONFIG.gin [Name.field=value ...]\nfields: omnijax/config.py"
-        )
-    settings = ginfile.load(sys.argv[1], sys.argv[2:], root=config.Train).value
-    print(inspect(settings))
+    print(inspect(commands.settings_from_command_line("inspect").value))
 
 
 def inspect(settings: config.Train) -> str:

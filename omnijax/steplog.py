@@ -19,7 +19,7 @@ from omnijax.metrics import MetricsWriter
 # One line says all: on a terminal behind a bar that is drawn anew, in a log file now and then.
 LINE = "step {n_fmt}/{total_fmt}{postfix}, {remaining} to go"
 BAR = "{percentage:3.0f}% |{bar}| " + LINE
-SECONDS_BETWEEN_LINES = 30.0
+SECONDS_BETWEEN_LINES = 10.0
 
 
 class StepLog:
@@ -42,7 +42,8 @@ class StepLog:
         self.folder, self._learning_rate, self._cost, self._peak = folder, learning_rate, cost, peak
         self._leads = jax.process_index() == 0
         self._writer = MetricsWriter(folder, done=done) if self._leads else None
-        self._done, self._total, self._start, self._shown = done, last, time.perf_counter(), -math.inf
+        self._done, self._total, self._shown = done, last, -math.inf
+        self._first_done = math.nan  # when the first step, which compiles, was done
         self._lines = self._leads and not sys.stderr.isatty()
         self._bar = tqdm.tqdm(
             total=last,
@@ -96,15 +97,14 @@ class StepLog:
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
         now = time.perf_counter()
+        if number == self._done + 1:
+            self._first_done = now
         if self._lines and (number == self._total or now - self._shown >= SECONDS_BETWEEN_LINES):
             self._shown = now
-            remaining = (now - self._start) / (number - self._done) * (self._total - number)
-            line = LINE.format(
-                n_fmt=number,
-                total_fmt=self._total,
-                postfix=f", {text}",
-                remaining=tqdm.tqdm.format_interval(remaining),
-            )
+            timed = number - self._done - 1
+            seconds = (now - self._first_done) / timed * (self._total - number) if timed else None
+            remaining = "?" if seconds is None else tqdm.tqdm.format_interval(seconds)
+            line = LINE.format(n_fmt=number, total_fmt=self._total, postfix=f", {text}", remaining=remaining)
             print(line, file=sys.stderr)
 
     def _speed(self, rows: Rows, seconds: float | None) -> dict[str, float]:

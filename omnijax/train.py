@@ -7,7 +7,6 @@ import contextlib
 import difflib
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from omnijax import checkpoint, commands, config, flops, ginfile, metrics, parameters, report, sharding
+from omnijax import checkpoint, commands, config, flops, metrics, parameters, report, sharding
 from omnijax.data import documents
 from omnijax.data.evaluation import Evaluation, evaluation_rows
 from omnijax.data.stream import Stream
@@ -32,14 +31,7 @@ from omnijax.steplog import StepLog
 
 
 def main() -> None:
-    usage = "python -m omnijax.train CONFIG.gin [Name.field=value ...]"
-    arguments = sys.argv[1:]
-    if not arguments:
-        raise UserError(f"no config file is given; write {usage}")
-    if arguments[0] in ("-h", "--help"):
-        print(f"usage: {usage}\nevery field and its meaning: {config.__file__}")
-        return
-    loaded = ginfile.load(arguments[0], arguments[1:], root=config.Train)
+    loaded = commands.settings_from_command_line("train")
     train(loaded.value, loaded.text)
 
 
@@ -153,9 +145,9 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
             say(f"picture of the loss: {metrics.plot_loss(folder, yardsticks)}")
         if settings.sample.prompt:
             say(f"sample: {continuation(parameters.merge(graphdef, state.params), settings)!r}")
-    quoted = shlex.quote(str(folder))
-    say(f"to go on:   python -m omnijax.train {quoted}/config.gin Run.steps={2 * max(done, run.steps)}")
-    say(f"to sample:  python -m omnijax.generate {quoted} {shlex.quote(settings.sample.prompt or 'your prompt')}")
+    python, quoted, prompt = commands.python(), shlex.quote(str(folder)), settings.sample.prompt or "your prompt"
+    say(f"to go on:   {python} -m omnijax.train {quoted}/config.gin Run.steps={2 * max(done, run.steps)}")
+    say(f"to sample:  {python} -m omnijax.generate {quoted} {shlex.quote(prompt)}")
     return log.last
 
 

@@ -66,9 +66,12 @@ class PlainText(Source):
 
 @dataclass(frozen=True)
 class PythonText(Source):
-    """Text an installed Python module holds: `name` is "module:attribute", a dict with str values or a list of str."""
+    """Text an installed Python module holds: `name` is "module:attribute", a dict with str values or a list of str.
 
-    name: str
+    The default is real English prose that every Python has: its own language reference.
+    """
+
+    name: str = "pydoc_data.topics:topics"
 
     def open(self) -> Documents:
         """Import the module; raises `UserError` where the name leads to no texts."""

@@ -53,8 +53,8 @@ def attention(
     inside, outside = inside_axes(), ("batch", "length", "act_heads", None)
     k, v = _repeat_heads(q.shape[2], k, v, inside[2])
     q, k, v = (constrain(constrain(x, *outside), *inside) for x in (q, k, v))
-    # Laid out before any mask is made of them: else what XLA gathers is the mask.
-    start, end = (constrain(x, *inside[:2]) for x in span)
+    # Whole before any mask is made of them: else what XLA gathers is the mask.
+    start, end = (constrain(x, "batch", "attention_length") for x in span)
     out = KERNELS[chosen_kernel()](q, k, v, (start, end), scale=scale, sinks=sinks, soft_cap=soft_cap)
     return constrain(constrain(out, *inside), *outside)
 
