@@ -70,11 +70,11 @@ AttentionLayout = Literal["ulysses", "ring"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How attention works when `length` is split. Anything else is a `UserError`.
+    """How queries meet keys where `length` is split. Anything else is a `UserError`.
 
-    ulysses: tokens are exchanged for heads, so that each device has all tokens of its own heads, one line each:
-             `attention_length` and `attention_heads`
-    ring:    tokens stay split, and keys and values travel from device to device; any number of heads will do
+    ulysses: tokens are exchanged for heads, so that each device has all tokens of some heads, as the lines
+             `attention_length` and `attention_heads` say
+    ring:    queries stay where they are and keys travel from device to device, so that `length` needs no heads to split
     """
 
     attention: AttentionLayout = "ulysses"

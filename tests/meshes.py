@@ -16,6 +16,7 @@ MESHES = {
     "replica 2 x data 4": {"replica": 2, "data": 4},
     "tensor 4 x data 2": {"tensor": 4, "data": 2},
     "sequence 8": {"data": 1, "sequence": 8},
+    "sequence 4 x data 2": {"sequence": 4, "data": 2},
     "data 2 x sequence 2 x tensor 2": {"data": 2, "sequence": 2, "tensor": 2},
 }
 

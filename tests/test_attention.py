@@ -1,8 +1,6 @@
 """Attention against float64 numpy; packing, memory, skipped blocks, and the layout on eight devices."""
 
 import contextlib
-import functools
-import itertools
 import math
 import re
 
@@ -18,95 +16,18 @@ from omnijax.nn import spans
 from omnijax.nn.attention import attention, chosen_kernel, reference, use_kernel
 from omnijax.nn.blockwise import blockwise
 from omnijax.sharding import Rules, lines, use
-
-SCALE = 0.3
-QUICK = {"xla_backend_optimization_level": 0}  # these tests spend their time compiling
-RULES = Rules(
-    parameters=(),
-    activations=lines(
-        batch="replica data expert",
-        length="sequence",
-        act_heads="tensor",
-        attention_length="none",
-        attention_heads="tensor sequence",
-    ),
+from tests.attention_cases import (
+    QUICK,
+    SCALE,
+    arrays,
+    assert_close,
+    collectives,
+    count,
+    golden,
+    rules,
+    segments,
+    value_and_gradients,
 )
-
-
-def golden(q, k, v, span, sinks, d_out, soft_cap):
-    """Output and gradients (q, k, v, sinks) by the chain rule, one row and head at a time, in float64."""
-    q, k, v, d_out = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
-    start, end = (np.asarray(bound)[:, :, None] for bound in span)
-    out, dq, dk, dv, d_sinks = np.zeros_like(d_out), *(np.zeros_like(x) for x in (q, k, v)), np.zeros(q.shape[2])
-    index = np.arange(k.shape[1])
-    for b in range(q.shape[0]):
-        seen = (start[b] <= index) & (index < end[b])
-        for h in range(q.shape[2]):
-            j = h // (q.shape[2] // k.shape[2])
-            logits = SCALE * q[b, :, h] @ k[b, :, j].T
-            slope = np.ones_like(logits)
-            if soft_cap is not None:
-                slope = 1 - np.tanh(logits / soft_cap) ** 2
-                logits = soft_cap * np.tanh(logits / soft_cap)
-            exponentials = np.where(seen, np.exp(logits), 0)
-            sink = 0 if sinks is None else math.exp(sinks[h])
-            total = exponentials.sum(-1, keepdims=True) + sink
-            weights = np.divide(exponentials, total, out=np.zeros_like(exponentials), where=total > 0)
-            out[b, :, h] = weights @ v[b, :, j]
-            d_weights = d_out[b, :, h] @ v[b, :, j].T
-            delta = (weights * d_weights).sum(-1, keepdims=True)
-            d_logits = SCALE * weights * (d_weights - delta) * slope
-            dq[b, :, h] = d_logits @ k[b, :, j]
-            dk[b, :, j] += d_logits.T @ q[b, :, h]
-            dv[b, :, j] += weights.T @ d_out[b, :, h]
-            if sinks is not None:
-                d_sinks[h] -= (sink / total * delta).sum()
-    return out, dq, dk, dv, d_sinks
-
-
-def arrays(B=2, S=33, T=None, H=6, K=2, Dk=8, Dv=5, dtype=jnp.float32):
-    """q, k, v, the output's cotangent and sinks."""
-    T, random = T or S, np.random.default_rng(0)
-    shapes = (B, S, H, Dk), (B, T, K, Dk), (B, T, K, Dv), (B, S, H, Dv)
-    q, k, v, d_out = (jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes)
-    return q, k, v, d_out, jnp.asarray(random.standard_normal(H), jnp.float32)
-
-
-def segments(B, S):
-    """Packed rows: documents of growing lengths, whose ids need not rise, then padding (none in the first row)."""
-    rows = np.zeros((B, S), np.int32)
-    for b in range(B):
-        edges = np.cumsum([0, *range(1 + b, S, 3)])
-        edges = [*edges[edges < S], S]
-        for document, (first, last) in enumerate(itertools.pairwise(edges)):
-            rows[b, first:last] = 1 + (5 * document) % 7
-        if b:
-            rows[b, S - S // 4 :] = 0
-    return jnp.asarray(rows)
-
-
-def value_and_gradients(kernel, q, k, v, span, sinks, d_out, soft_cap=None, **blocks):
-    """As `golden`."""
-
-    @functools.partial(jax.jit, compiler_options=QUICK)
-    def run(q, k, v, sinks):
-        def function(*x):
-            return kernel(*x[:3], span, scale=SCALE, sinks=x[3], soft_cap=soft_cap, **blocks)
-
-        out, pull = jax.vjp(function, q, k, v, sinks)
-        return out, *pull(d_out)
-
-    return run(q, k, v, sinks)
-
-
-def assert_close(got, want, tolerance):
-    """Within `tolerance` of each array's largest entry."""
-    for name, a, b in zip(("out", "dq", "dk", "dv", "d_sinks"), got, want, strict=True):
-        if a is not None:
-            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-            assert a.shape == b.shape, name
-            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1, np.abs(b).max()), err_msg=name)
-
 
 BLOCKS = [
     {"query_block": 256, "key_block": 256},
@@ -191,6 +112,35 @@ def test_documents_are_isolated(kernel):
     assert all(not np.asarray(x)[:, :200].any() and np.asarray(x)[:, second].any() for x in gradients)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "layout"),
+    [
+        ("reference", None),
+        ("blockwise", None),
+        ("reference", "ulysses"),
+        ("blockwise", "ulysses"),
+        ("blockwise", "ring"),
+    ],
+)
+def test_packed_documents_equal_documents_alone(kernel, layout):
+    """Of a row [A, B], each part equals its document alone, and a token of A moves no bit of B."""
+    q, k, v, _, sinks = arrays(B=1, S=48, H=8)
+    edge = 21  # inside a device's part of the row
+
+    def run(q, k, v, segment_ids):
+        span = spans.causal(jnp.asarray([segment_ids], jnp.int32))
+        return jax.jit(lambda *x: attention(*x, span, scale=SCALE, sinks=sinks), compiler_options=QUICK)(q, k, v)
+
+    with use_kernel(kernel):
+        alone = [run(*x, [1] * x[0].shape[1]) for x in zip(*(jnp.split(x, [edge], 1) for x in (q, k, v)), strict=True)]
+        with use(make_mesh(data=1, sequence=8), rules(layout)) if layout else contextlib.nullcontext():
+            packed = run(q, k, v, [1] * edge + [2] * (48 - edge))
+            changed = run(*(x.at[:, 4].mul(-50) for x in (q, k, v)), [1] * edge + [2] * (48 - edge))
+    np.testing.assert_allclose(packed, jnp.concatenate(alone, 1), rtol=0, atol=2e-6)
+    assert np.array_equal(packed[:, edge:], changed[:, edge:])
+    assert not np.array_equal(packed[:, :edge], changed[:, :edge])
+
+
 def test_dead_blocks_are_skipped_in_each_row():
     """A block that was visited would spread its NaN, be its weights 0 or not."""
     q, k, v, d_out, _ = arrays(S=64)
@@ -262,16 +212,6 @@ def test_memory_is_linear_in_length(with_windows):
     assert max(sizes) < 16384**2 / 16
 
 
-def collectives(compiled):
-    """Every collective of a program, as (kind, type)."""
-    kinds = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
-    return re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", compiled.as_text())
-
-
-def count(found, kind):
-    return sum(name == kind for _, name in found)
-
-
 def on_mesh(mesh_sizes, H, K, sinks=None, kernel="blockwise", B=2, S=56):
     """Programs of the forward pass and of output and gradients, with arguments laid out as a model's are."""
     q, k, v, d_out, _ = arrays(B=B, S=S, H=H, K=K)
@@ -293,7 +233,7 @@ def on_mesh(mesh_sizes, H, K, sinks=None, kernel="blockwise", B=2, S=56):
     kv_heads = heads if K % mesh.shape["tensor"] == 0 else tokens
     whole = NamedSharding(mesh, PartitionSpec())
     inputs = (heads, kv_heads, kv_heads, tokens, whole)
-    with use(mesh, RULES), use_kernel(kernel):
+    with use(mesh, rules()), use_kernel(kernel):
         arguments = [jax.device_put(x, s) for x, s in zip((q, k, v, segment_ids, sinks), inputs, strict=True)]
         program = jax.jit(forward, out_shardings=heads).lower(*arguments).compile(QUICK)
         arguments.append(jax.device_put(d_out, heads))
@@ -306,6 +246,7 @@ def on_mesh(mesh_sizes, H, K, sinks=None, kernel="blockwise", B=2, S=56):
 @pytest.mark.parametrize(
     ("mesh_sizes", "H", "K", "kernel"),
     [
+        ({"data": 4, "sequence": 2}, 6, 3, "blockwise"),
         ({"data": 2, "sequence": 2, "tensor": 2}, 12, 4, "reference"),
         ({"data": 2, "sequence": 2, "tensor": 2}, 12, 4, "blockwise"),
         ({"data": 2, "sequence": 2, "tensor": 2}, 8, 2, "blockwise"),
@@ -314,7 +255,7 @@ def on_mesh(mesh_sizes, H, K, sinks=None, kernel="blockwise", B=2, S=56):
     ],
 )
 def test_ulysses(mesh_sizes, H, K, kernel):
-    forward, backward = on_mesh(mesh_sizes, H, K, kernel=kernel)
+    forward, backward = on_mesh(mesh_sizes, H, K, kernel=kernel, B=4)
     assert count(forward, "all-to-all") == 4
     assert count(backward, "all-to-all") == 8
     for found in (forward, backward):
@@ -365,29 +306,31 @@ def test_inside_a_manual_region(manual, check_vma):
         check_vma=check_vma,
     )
     want = jax.jit(jax.grad(lambda *x: loss(*x, segment_ids, d_out).sum(), (0, 1, 2, 3)))(q, k, v, sinks)
-    with use(make_mesh(data=2, sequence=2, tensor=2), RULES):
+    with use(make_mesh(data=2, sequence=2, tensor=2), rules()):
         got = jax.jit(jax.grad(lambda *x: region(*x, segment_ids, d_out).sum(), (0, 1, 2, 3)))(q, k, v, sinks)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
 def test_refusals():
-    def trace(mesh_sizes, H, K, rules=RULES):
+    def trace(mesh_sizes, H, K, table=None):
         q, k, v, _, _ = arrays(S=64, H=H, K=K)
         span = spans.causal(segments(2, 64))
-        with use(make_mesh(**mesh_sizes), rules) if mesh_sizes else contextlib.nullcontext():
+        with use(make_mesh(**mesh_sizes), table or rules()) if mesh_sizes else contextlib.nullcontext():
             jax.eval_shape(lambda *x: attention(*x, span, scale=SCALE), q, k, v)
 
     with pytest.raises(UserError, match=r"6 query heads are not a multiple of 8 = lcm\(2 key/value heads, 8 parts"):
         trace({"data": 1, "sequence": 8}, 6, 2)
     with pytest.raises(UserError, match=r"12 query heads are not a multiple of 24 = lcm\(3 key/value heads, 8 parts"):
         trace({"data": 1, "sequence": 8}, 12, 3)
+    with pytest.raises(UserError, match=r"6 query heads are not a multiple of 4 = lcm\(2 key/value heads, 4 parts"):
+        trace({"data": 2, "sequence": 4}, 6, 2)
     with pytest.raises(UserError, match=r"5 query heads are not a multiple of 2 = lcm\(2 key/value heads, 1 parts"):
         trace(None, 5, 2)
     table = {"batch": "data", "length": "sequence", "act_heads": "none", "attention_heads": "none"}
-    ring = Rules(parameters=(), activations=lines(**table, attention_length="sequence"))
+    split = Rules(parameters=(), activations=lines(**table, attention_length="sequence"))
     with pytest.raises(UserError, match='the table splits them over sequence; write attention_length="none"'):
-        trace({"data": 1, "sequence": 8}, 8, 8, ring)
+        trace({"data": 1, "sequence": 8}, 8, 8, split)
     with pytest.raises(UserError, match="kernel 'flash' does not exist; choose one of auto, reference, blockwise"):
         use_kernel("flash").__enter__()
 

@@ -1,16 +1,15 @@
-"""Operations counted one by one."""
+"""Operations of a step, by hand and by counting."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
 
 from models.qwen3 import Qwen3Config
-from omnijax import flops
-from omnijax.parameters import abstract_model
+from omnijax import parameters
+from omnijax.flops import attended_pairs, document_lengths, forward_cost, peak_flops, training_flops
 
-SMALL = Qwen3Config(
+CONFIG = Qwen3Config(
     vocab_size=11,
     hidden_size=6,
     intermediate_size=10,
@@ -19,45 +18,69 @@ SMALL = Qwen3Config(
     num_key_value_heads=2,
     head_dim=8,
 )
-WINDOWED = dataclasses.replace(SMALL, use_sliding_window=True, sliding_window=3, max_window_layers=1)
-SEGMENTS = np.array([[1, 1, 1, 1, 1, 2, 2, 0], [1, 2, 2, 2, 2, 2, 2, 2]], np.int32)
+WINDOW = dataclasses.replace(CONFIG, use_sliding_window=True, sliding_window=2, max_window_layers=1)
+# Queries and output 6 x 4 x 8, keys and values 6 x 2 x 8, three feed-forward maps 6 x 10; the head 11 x 6.
+WEIGHTS = 3 * (2 * 192 + 2 * 96 + 3 * 60) + 66
+# Scores and values: 4 heads x 8 channels, twice, in multiply-adds, which are two operations.
+PAIR = 2 * (2 * 4 * 8)
+# Documents of 3, 2 and 6 tokens, and one token of padding: 11 tokens, 6 + 3 + 21 pairs, 5 + 3 + 11 in a window of 2.
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]], np.int32)
 
 
-def pairs(window: int | None) -> int:
-    """Query-key pairs of one head, by looking at each."""
-    count = 0
-    for row in SEGMENTS:
-        for query, key in itertools.product(range(len(row)), repeat=2):
-            same = row[query] == row[key] and row[query] > 0
-            count += int(same and key <= query and (window is None or query - key < window))
-    return count
-
-
-@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 7, 100])
 def test_attended_pairs(window: int | None) -> None:
-    lengths = flops.document_lengths(SEGMENTS)
-    assert sorted(lengths.tolist()) == [1, 2, 5, 7]
-    assert flops.attended_pairs(lengths, window) == pairs(window)
+    lengths = np.array([1, 2, 7, 12], np.int32)
+    counted = sum(
+        key <= query and (window is None or query - key < window)
+        for length in lengths
+        for query in range(length)
+        for key in range(length)
+    )
+    assert attended_pairs(lengths, window) == counted
 
 
-@pytest.mark.parametrize("config", [SMALL, WINDOWED, dataclasses.replace(SMALL, tie_word_embeddings=True)])
-def test_a_step_by_hand(config: Qwen3Config) -> None:
-    # q, k, v, o: 6 x 32, 6 x 16, 6 x 16, 32 x 6; gate, up, down: 6 x 10 each; the head: 6 x 11
-    weights = 3 * (192 + 96 + 96 + 192 + 3 * 60) + 66
-    windows = [None, 3, 3] if config is WINDOWED else [None] * 3
-    attention = sum(2 * 2 * 4 * 8 * pairs(window) for window in windows)  # scores and values, 4 heads of 8
-    expected = 3 * (2 * weights * 15 + attention)  # 15 tokens are no padding
-    cost = flops.forward_cost(abstract_model(config), config.attention_costs())
-    assert flops.training_flops(cost, SEGMENTS) == expected
+def test_a_long_document_does_not_overflow() -> None:
+    assert attended_pairs(np.array([1_000_000], np.int32), None) == 500_000_500_000
 
 
-def test_padding_costs_nothing() -> None:
-    cost = flops.forward_cost(abstract_model(SMALL), SMALL.attention_costs())
-    assert flops.training_flops(cost, np.zeros((3, 5), np.int32)) == 0
+def test_document_lengths() -> None:
+    assert sorted(document_lengths(SEGMENTS)) == [2, 3, 6]
+    assert document_lengths(np.zeros((2, 4), np.int32)).size == 0
+    assert sorted(document_lengths(np.array([[1, 2, 3, 4], [4, 4, 4, 4]]))) == [1, 1, 1, 1, 4]
 
 
-def test_peaks() -> None:
-    assert flops.peak_flops("NVIDIA H100 80GB HBM3", None) == 989e12
-    assert flops.peak_flops("NVIDIA H200", None) == 989e12
-    assert flops.peak_flops("cpu", None) is None
-    assert flops.peak_flops("cpu", 1.5) == 1.5e12
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_forward_cost(tied: bool, multiple: int) -> None:
+    """The head counts once, tied or not; rows that fill up a vocabulary are no work of the model's."""
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
+    cost = forward_cost(parameters.abstract_model(config, vocab_multiple=multiple), config.attention_costs())
+    assert cost.per_token == 2 * WEIGHTS
+    assert cost.attention == ((None, PAIR),) * 3
+
+
+@pytest.mark.parametrize(
+    ("config", "pairs"), [(CONFIG, 3 * 30), (WINDOW, 30 + 2 * 19)], ids=["causal", "two layers slide"]
+)
+def test_training_flops(config: Qwen3Config, pairs: int) -> None:
+    cost = forward_cost(parameters.abstract_model(config), config.attention_costs())
+    assert training_flops(cost, SEGMENTS) == 3 * (2 * WEIGHTS * 11 + PAIR * pairs)
+    assert training_flops(cost, np.zeros_like(SEGMENTS)) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", None, 989e12),
+        ("NVIDIA H100 PCIe", None, 756e12),
+        ("NVIDIA H200", None, 989e12),
+        ("NVIDIA A100-SXM4-80GB", None, 312e12),
+        ("NVIDIA B200", None, 2250e12),
+        ("NVIDIA GB200", None, 2500e12),
+        ("cpu", None, None),
+        ("cpu", 0.5, 0.5e12),
+        ("NVIDIA H100 80GB HBM3", 100.0, 100e12),
+    ],
+)
+def test_peaks(kind: str, given: float | None, expected: float | None) -> None:
+    assert peak_flops(kind, given) == expected

@@ -1,4 +1,7 @@
-"""Norms, rotary positions and projections against float64 numpy."""
+"""Norms, rotary positions and linear maps against float64 numpy."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,88 +11,129 @@ from flax import nnx
 
 from models.layers import GatedMLP
 from omnijax import parameters
-from omnijax.nn import rope
 from omnijax.nn.norms import RMSNorm
 from omnijax.nn.projections import Embedding, Linear
+from omnijax.nn.rope import inverse_frequencies, rotate, rotation
+from omnijax.parameters import Description
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(2, 3, 8))
+EPSILON = {"float32": 2e-6, "bfloat16": 2e-2}
 
 
-@pytest.mark.parametrize("theta", [1e4, 1e6])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_phases_are_float32_and_right_at_every_position(dtype, theta: float) -> None:
-    positions = np.array([[0, 1, 4095, 131071]])
-    cos, sin = rope.rotation(jnp.asarray(positions), rope.inverse_frequencies(64, theta))
-    phase = positions[..., None] * theta ** (-np.arange(0, 64, 2) / 64)
-    assert cos.dtype == sin.dtype == jnp.float32
-    np.testing.assert_allclose(cos, np.cos(phase), atol=1e-2)
-    np.testing.assert_allclose(sin, np.sin(phase), atol=1e-2)
-    np.testing.assert_allclose(cos[:, :3], np.cos(phase)[:, :3], atol=5e-4)
-    x = np.random.default_rng(0).normal(size=(1, 4, 3, 64))
-    rotated = rope.rotate(jnp.asarray(x, dtype), (cos, sin))
-    assert rotated.dtype == dtype
-    c, s = np.cos(phase)[:, :, None], np.sin(phase)[:, :, None]
-    first, second = x[..., :32], x[..., 32:]
-    expected = np.concatenate([first * c - second * s, first * s + second * c], -1)
-    np.testing.assert_allclose(rotated.astype(jnp.float32), expected, atol=3e-2 if dtype == jnp.bfloat16 else 2e-2)
+def filled(module: Any, dtype: str = "float32") -> tuple[Any, dict[str, np.ndarray]]:
+    """A module with random parameters, so that none is 0 or 1, and what they are in float64."""
+    graphdef, params = parameters.split(module)
+    params = {path: jnp.asarray(RANDOM.normal(size=x.shape), dtype) for path, x in params.items()}
+    return parameters.merge(graphdef, params), {path: wide(x) for path, x in params.items()}
 
 
-def test_a_rotation_leaves_relative_positions_only() -> None:
-    """q . k depends on the distance alone."""
-    random = np.random.default_rng(1)
-    q, k = (jnp.asarray(random.normal(size=(1, 1, 1, 16)), jnp.float32) for _ in range(2))
-
-    def score(query: int, key: int) -> float:
-        at = [rope.rotation(jnp.array([[position]]), rope.inverse_frequencies(16, 1e4)) for position in (query, key)]
-        return float((rope.rotate(q, at[0]) * rope.rotate(k, at[1])).sum())
-
-    assert score(7, 3) == pytest.approx(score(104, 100), rel=1e-4)
-    assert score(7, 3) != pytest.approx(score(3, 7), rel=1e-2)
+def wide(x: jax.Array) -> np.ndarray:
+    return np.asarray(x, np.float64)
 
 
-def test_rms_norm_in_bf16_has_float32_statistics() -> None:
-    x = np.random.default_rng(0).normal(size=(3, 5, 512)) * 100
-    norm = RMSNorm("embed", 512, eps=1e-6, rngs=nnx.Rngs(0))
-    norm.scale[...] = jnp.linspace(0.5, 2, 512)
-    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * np.linspace(0.5, 2, 512)
-    np.testing.assert_allclose(norm(jnp.asarray(x, jnp.float32)), expected, rtol=2e-5, atol=1e-6)
-    graphdef, params = parameters.split(norm)
-    narrow = parameters.merge(graphdef, parameters.cast(params, jnp.bfloat16))(jnp.asarray(x, jnp.bfloat16))
-    assert narrow.dtype == jnp.bfloat16
-    np.testing.assert_allclose(narrow.astype(np.float32), expected, rtol=2e-2, atol=1e-2)
+@pytest.mark.parametrize("dtype", EPSILON)
+def test_rms_norm(dtype: str) -> None:
+    norm = RMSNorm("embed", 8, eps=1e-2, rngs=nnx.Rngs(0))
+    assert parameters.describe(norm) == {"scale": Description(("embed",), (8,))}
+    np.testing.assert_array_equal(norm.scale[...], np.ones(8))
+    norm, values = filled(norm, dtype)
+    x = X * 0.1  # of the size of sqrt(eps), which therefore counts
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-2) * values["scale"]
+    found = norm(jnp.asarray(x, dtype))
+    assert found.dtype == dtype
+    np.testing.assert_allclose(wide(found), expected, atol=EPSILON[dtype] * np.abs(expected).max())
 
 
-def test_a_linear_map_between_any_axes() -> None:
-    layer = Linear((("heads", 3), ("head_dim", 4)), (("embed", 5),), std=1.0, bias=True, rngs=nnx.Rngs(0))
-    layer.bias[...] = jnp.arange(5.0)
-    x = np.random.default_rng(0).normal(size=(2, 7, 3, 4))
-    expected = np.einsum("bshd,hde->bse", x, np.asarray(layer.kernel[...], np.float64)) + np.arange(5)
-    np.testing.assert_allclose(layer(jnp.asarray(x, jnp.float32)), expected, rtol=1e-5, atol=1e-5)
-    described = parameters.describe(layer)
-    assert (described["kernel"].axes, described["kernel"].shape) == (("heads", "head_dim", "embed"), (3, 4, 5))
-    assert (described["kernel"].inputs, described["bias"].inputs) == (2, 0)
+def test_rms_norm_squares_in_float32() -> None:
+    """bf16 has 8 bits: a sum of 4,096 squares of 1 stays at 256 there, and the norm would be 4 times too large."""
+    norm = RMSNorm("embed", 4096, eps=1e-6, rngs=nnx.Rngs(0))
+    found = norm(jnp.full((1, 4096), 3, jnp.bfloat16))
+    np.testing.assert_allclose(wide(found), 1, rtol=1e-2)
 
 
-def test_a_gated_mlp_by_hand() -> None:
-    layer = GatedMLP(width=6, hidden=9, std=0.7, rngs=nnx.Rngs(0))
-    x = np.random.default_rng(0).normal(size=(2, 4, 6))
-    maps = (layer.gate_proj, layer.up_proj, layer.down_proj)
-    gate, up, down = (np.asarray(each.kernel[...], np.float64) for each in maps)
-    hidden = x @ gate
-    expected = (hidden / (1 + np.exp(-hidden)) * (x @ up)) @ down
-    np.testing.assert_allclose(layer(jnp.asarray(x, jnp.float32)), expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
+def test_rotations_are_float32_far_out(theta: float) -> None:
+    positions = np.array([[0, 4095, 131071]], np.int32)
+    phase = positions[..., None] * theta ** (-np.arange(64, dtype=np.float64) / 64)
+    tables = rotation(jnp.asarray(positions), inverse_frequencies(128, theta))
+    for found, expected in zip(tables, (np.cos(phase), np.sin(phase)), strict=True):
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, expected, atol=1e-2)
+        np.testing.assert_allclose(found[:, 0], expected[:, 0], atol=0)
 
 
-def test_an_embedding_reads_and_gives_gradients_to_the_rows_it_read() -> None:
-    table = Embedding(11, 3, std=1.0, rngs=nnx.Rngs(0), multiple=4)
-    assert table.embedding.shape == (12, 3)
-    assert (table.embedding[...][11:] == 0).all()
-    tokens = jnp.array([[3, 3, 7]])
-    graphdef, params = parameters.split(table)
-    gradient = jax.grad(lambda params: parameters.merge(graphdef, params)(tokens).sum())(params)["embedding"]
-    np.testing.assert_array_equal(gradient.sum(-1), 3 * np.bincount([3, 3, 7], minlength=12))
+@pytest.mark.parametrize("dtype", EPSILON)
+def test_rotate(dtype: str) -> None:
+    """Channels i and i + D / 2 are the two parts of one complex number, which is turned."""
+    positions = np.array([[0, 1, 5], [2, 4095, 3]], np.int32)
+    x = RANDOM.normal(size=(2, 3, 4, 6))
+    numbers = (x[..., :3] + 1j * x[..., 3:]) * np.exp(1j * positions[:, :, None, None] * 100.0 ** (-np.arange(3) / 3))
+    expected = np.concatenate([numbers.real, numbers.imag], -1)
+    by = rotation(jnp.asarray(positions), inverse_frequencies(6, 100.0))
+    found = rotate(jnp.asarray(x, dtype), by)
+    assert found.dtype == dtype
+    tolerance = max(EPSILON[dtype], 1e-3)  # float32 knows a phase of 4,095 to about 2e-4
+    np.testing.assert_allclose(wide(found), expected, atol=tolerance * np.abs(x).max())
+    np.testing.assert_array_equal(found[0, 0], jnp.asarray(x[0, 0], dtype))
 
 
-def test_parameters_are_normal_with_the_asked_deviation() -> None:
-    kernel = Linear((("embed", 200),), (("mlp", 300),), std=0.05, rngs=nnx.Rngs(0)).kernel[...]
-    assert float(kernel.std()) == pytest.approx(0.05, rel=0.02)
-    assert abs(float(kernel.mean())) < 1e-3
-    assert kernel.dtype == jnp.float32
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "equation"),
+    [
+        ((("embed", 8),), (("mlp", 5),), "bse,em->bsm"),
+        ((("embed", 8),), (("heads", 3), ("head_dim", 7)), "bse,ehd->bshd"),
+        ((("heads", 3), ("head_dim", 7)), (("embed", 8),), "bshd,hde->bse"),
+    ],
+    ids=["one to one", "one to two", "two to one"],
+)
+def test_linear(inputs: tuple, outputs: tuple, equation: str, bias: bool) -> None:
+    layer = Linear(inputs, outputs, std=0.1, bias=bias, rngs=nnx.Rngs(0))
+    names, shape = zip(*inputs, *outputs, strict=True)
+    expected = {"kernel": Description(names, shape, inputs=len(inputs))}
+    if bias:
+        expected["bias"] = Description(names[len(inputs) :], shape[len(inputs) :], inputs=0)
+        np.testing.assert_array_equal(layer.bias[...], np.zeros(shape[len(inputs) :]))
+    assert parameters.describe(layer) == expected
+    layer, values = filled(layer)
+    x = RANDOM.normal(size=(2, 3, *shape[: len(inputs)]))
+    y = np.einsum(equation, x, values["kernel"]) + values.get("bias", 0)
+    np.testing.assert_allclose(layer(jnp.asarray(x, jnp.float32)), y, atol=2e-6 * np.abs(y).max())
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda rngs: Linear((("embed", 200),), (("mlp", 300),), std=0.02, rngs=rngs), "kernel"),
+        (lambda rngs: Embedding(300, 200, std=0.02, rngs=rngs), "embedding"),
+    ],
+)
+def test_fresh_weights_have_the_deviation_asked_for(make: Callable, path: str) -> None:
+    values = np.asarray(parameters.split(make(nnx.Rngs(0)))[1][path])
+    assert values.dtype == np.float32
+    assert values.mean() == pytest.approx(0, abs=5 * 0.02 / np.sqrt(values.size))
+    assert values.std() == pytest.approx(0.02, rel=0.02)
+
+
+def test_embedding() -> None:
+    table = Embedding(11, 8, std=0.1, rngs=nnx.Rngs(0), multiple=4)
+    assert parameters.describe(table) == {"embedding": Description(("vocab", "embed"), (12, 8), rows=11)}
+    np.testing.assert_array_equal(table.embedding[...][11:], np.zeros((1, 8)))
+    plain = Embedding(11, 8, std=0.1, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(table.embedding[...][:11], plain.embedding[...])
+    table, values = filled(table)
+    tokens = np.array([[0, 10, 3], [7, 7, 1]], np.int32)
+    np.testing.assert_array_equal(table(jnp.asarray(tokens)), values["embedding"][tokens])
+
+
+def test_gated_mlp() -> None:
+    layer = GatedMLP(width=8, hidden=5, std=0.1, bias=True, rngs=nnx.Rngs(0))
+    layer, values = filled(layer)
+
+    def linear(name: str, x: np.ndarray) -> np.ndarray:
+        return x @ values[f"{name}.kernel"] + values[f"{name}.bias"]
+
+    gate = linear("gate_proj", X)
+    expected = linear("down_proj", gate / (1 + np.exp(-gate)) * linear("up_proj", X))
+    np.testing.assert_allclose(layer(jnp.asarray(X, jnp.float32)), expected, atol=2e-6 * np.abs(expected).max())

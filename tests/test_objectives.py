@@ -1,135 +1,240 @@
-"""The chunked cross-entropy against float64 numpy, on one device and on a mesh."""
+"""The cross-entropy in chunks: values and gradients against float64 numpy, and the program XLA made of it."""
 
+import math
 import re
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from omnijax import sharding
+from omnijax.errors import UserError
+from omnijax.mesh import make_mesh
 from omnijax.objectives import TextLoss, weighted_cross_entropy
+from omnijax.sharding import Rules, lines
 from sharding_rules import qwen3 as rules
 from tests.meshes import on
+from tests.test_program import COLLECTIVE
 
-ROWS, LENGTH, WIDTH, VOCAB = 8, 12, 10, 52
+BATCH, LENGTH, WIDTH, VOCABULARY = 4, 6, 10, 18
+ALL = BATCH * LENGTH
 
 
-def inputs(seed: int = 0, vocab: int = VOCAB) -> tuple[np.ndarray, ...]:
-    random = np.random.default_rng(seed)
-    hidden = random.normal(size=(ROWS, LENGTH, WIDTH)).astype(np.float32)
-    head = random.normal(size=(vocab, WIDTH)).astype(np.float32)
-    targets = random.integers(0, vocab, (ROWS, LENGTH), dtype=np.int32)
-    weights = (random.random((ROWS, LENGTH)) * (random.random((ROWS, LENGTH)) < 0.7)).astype(np.float32)
+def arrays(vocab: int = VOCABULARY, filled: int = 0, length: int = LENGTH) -> tuple[np.ndarray, ...]:
+    """hidden, head, targets, weights; `filled` rows of the head are no tokens."""
+    random = np.random.default_rng(0)
+    hidden = random.normal(size=(BATCH, length, WIDTH)).astype(np.float32)
+    head = random.normal(size=(vocab + filled, WIDTH)).astype(np.float32)
+    targets = random.integers(0, vocab, (BATCH, length), dtype=np.int32)
+    weights = (random.random((BATCH, length)) * (random.random((BATCH, length)) < 0.7)).astype(np.float32)
     return hidden, head, targets, weights
 
 
-def in_float64(hidden, head, targets, weights, z_loss: float) -> dict[str, np.ndarray]:
-    hidden, head, weights = (x.astype(np.float64) for x in (hidden, head, weights))
-    logits = hidden @ head.T
-    top = logits.max(-1, keepdims=True)
-    partition = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
+def expected(hidden, head, targets, weights, z_loss: float, vocab: int) -> dict[str, np.ndarray]:
+    """Loss, its two terms and its gradients, by analysis."""
+    hidden, head, weights = (np.asarray(x, np.float64) for x in (hidden, head, weights))
+    logits = hidden @ head[:vocab].T
+    log_partition = np.log(np.exp(logits).sum(-1))
     target = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
-    entropy, z = (weights * (partition - target)).sum(), (weights * partition**2).sum()
-    softmax = np.exp(logits - partition[..., None])
-    slope = softmax * (1 + 2 * z_loss * partition)[..., None] - np.eye(head.shape[0])[targets]
-    slope *= weights[..., None]
+    entropy, z = (weights * (log_partition - target)).sum(), (weights * log_partition**2).sum()
+    slope = np.exp(logits - log_partition[..., None]) * (1 + 2 * z_loss * log_partition[..., None])
+    slope = weights[..., None] * (slope - np.eye(vocab)[targets])
+    head_gradient = np.zeros_like(head)
+    head_gradient[:vocab] = np.einsum("bsv,bse->ve", slope, hidden)
     return {
         "loss": entropy + z_loss * z,
         "entropy": entropy,
         "z": z,
-        "hidden": slope @ head,
-        "head": np.einsum("bsv,bse->ve", slope, hidden),
+        "hidden": slope @ head[:vocab],
+        "head": head_gradient,
     }
 
 
-def found(hidden, head, targets, weights, z_loss: float, chunk: int, vocab: int = VOCAB) -> dict[str, np.ndarray]:
+def found(hidden, head, targets, weights, z_loss: float, vocab: int, chunk: int) -> dict[str, jax.Array]:
     def loss(hidden, head):
         return weighted_cross_entropy(hidden, head, targets, weights, z_loss, chunk, vocab)
 
-    (value, (entropy, z)), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(hidden, head)
-    plain = jax.jit(loss)(hidden, head)
-    np.testing.assert_allclose(plain[0], value, rtol=1e-6)
+    differentiate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    (value, (entropy, z)), gradients = differentiate(hidden, head)
     return {"loss": value, "entropy": entropy, "z": z, "hidden": gradients[0], "head": gradients[1]}
 
 
-def assert_close(x: dict, expected: dict, tolerance: float = 2e-6) -> None:
-    for name, value in expected.items():
-        error = np.abs(np.asarray(x[name], np.float64) - value).max() / np.abs(value).max()
-        assert error <= tolerance, f"{name}: {error:.1e}"
+def assert_close(found: dict, expected: dict, tolerance: float) -> None:
+    for name, x in expected.items():
+        error = np.abs(np.asarray(found[name], np.float64) - x).max() / np.abs(x).max()
+        assert error <= tolerance, f"{name}: {error:.2e}"
 
 
-# 96 tokens: divided by the chunk, not divided, one by one, all at once, fewer than the chunk.
-@pytest.mark.parametrize("chunk", [32, 7, 1, 96, 1000])
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize("chunk", [1, 7, ALL, ALL + 1000])
 def test_loss_and_gradients(chunk: int, z_loss: float) -> None:
-    arrays = inputs()
-    assert_close(found(*map(jnp.asarray, arrays), z_loss, chunk), in_float64(*arrays, z_loss))
+    """Chunks that divide the tokens and chunks that do not, of one token and of more than there are."""
+    given = arrays()
+    assert_close(found(*given, z_loss, VOCABULARY, chunk), expected(*given, z_loss, VOCABULARY), 2e-6)
 
 
-def test_rows_that_fill_up_the_head_are_no_tokens() -> None:
-    hidden, head, targets, weights = inputs()
-    filled = np.concatenate([head, 5 * np.ones((4, WIDTH), np.float32)])
-    result = found(*map(jnp.asarray, (hidden, filled, targets, weights)), 0.1, 16)
-    assert (result["head"][VOCAB:] == 0).all()
-    result["head"] = result["head"][:VOCAB]
-    assert_close(result, in_float64(hidden, head, targets, weights, 0.1))
+def test_without_a_gradient_the_loss_is_the_same() -> None:
+    given = arrays()
+    loss, (entropy, z) = jax.jit(weighted_cross_entropy, static_argnums=(4, 5, 6))(*given, 0.3, 7, VOCABULARY)
+    reference = expected(*given, 0.3, VOCABULARY)
+    assert [float(x) for x in (loss, entropy, z)] == pytest.approx([reference[x] for x in ("loss", "entropy", "z")])
+
+
+def test_the_gradient_scales_with_what_comes_from_above() -> None:
+    hidden, *rest = arrays()
+    gradient = jax.grad(lambda x: weighted_cross_entropy(x, *rest, 0.3, 7, VOCABULARY)[0] / -8)(hidden)
+    reference = expected(hidden, *rest, 0.3, VOCABULARY)["hidden"] / -8
+    np.testing.assert_allclose(gradient, reference, atol=2e-6 * np.abs(reference).max())
+
+
+def test_rows_that_fill_up_the_vocabulary_are_no_tokens() -> None:
+    given = arrays(vocab=15, filled=3)
+    result = found(*given, 0.3, 15, 7)
+    assert_close(result, expected(*given, 0.3, 15), 2e-6)
+    np.testing.assert_array_equal(result["head"][15:], 0)
+
+
+def test_large_logits_stay_finite() -> None:
+    """exp of a logit of 3,000 is none of float32's numbers."""
+    hidden, head, targets, weights = arrays()
+    result = found(300 * hidden, head, targets, weights, 0.0, VOCABULARY, 7)
+    assert all(np.isfinite(x).all() for x in result.values())
+    logits = 300 * hidden.astype(np.float64) @ head.T
+    target = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    top = logits.max(-1)
+    log_partition = top + np.log(np.exp(logits - top[..., None]).sum(-1))
+    np.testing.assert_allclose(result["entropy"], (weights * (log_partition - target)).sum(), rtol=1e-5)
 
 
 def test_no_weight_is_no_loss_and_no_gradient() -> None:
-    hidden, head, targets, weights = (jnp.asarray(x) for x in inputs())
-    result = found(1e4 * hidden, head, targets, 0 * weights, 0.1, 16)
-    assert all(not np.any(x) for x in result.values())
-    (total, weight), metrics = TextLoss()(hidden, head, targets, 0 * weights, VOCAB)
-    assert (float(total), float(weight)) == (0.0, 0.0)
-    assert {name: float(weight) for name, (_, weight) in metrics.items()} == {"cross_entropy": 0.0, "z": 0.0}
+    hidden, head, targets, weights = arrays()
+    result = found(hidden, head, targets, np.zeros_like(weights), 0.3, VOCABULARY, 7)
+    for name, x in result.items():
+        np.testing.assert_array_equal(x, np.zeros_like(x), err_msg=name)
 
 
 def test_bf16_has_float32_statistics() -> None:
-    hidden, head, targets, weights = inputs()
-    narrow = [jnp.asarray(x, jnp.bfloat16) for x in (hidden, head)]
-    result = found(*narrow, jnp.asarray(targets), jnp.asarray(weights), 0.1, 16)
-    assert {name: result[name].dtype for name in ("loss", "hidden")} == {"loss": jnp.float32, "hidden": jnp.bfloat16}
-    rounded = [np.asarray(x, np.float32) for x in narrow]
-    expected = in_float64(*rounded, targets, weights, 0.1)
-    sums = {name: expected[name] for name in ("loss", "entropy", "z")}
-    assert_close(result, sums, 2e-6)
-    assert_close(result, expected, 1e-2)
+    """Only what enters and leaves is rounded: loss and terms are as exact as in float32."""
+    hidden, head, targets, weights = arrays()
+    narrow = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(head, jnp.bfloat16)
+    result = found(*narrow, targets, weights, 0.3, VOCABULARY, 7)
+    reference = expected(*narrow, targets, weights, 0.3, VOCABULARY)
+    for name in ("loss", "entropy", "z"):
+        assert result[name].dtype == np.float32
+        np.testing.assert_allclose(result.pop(name), reference.pop(name), rtol=2e-6)
+    assert all(x.dtype == jnp.bfloat16 for x in result.values())
+    assert_close(result, reference, 1e-2)
 
 
-@pytest.mark.parametrize("mesh_name", ["data 2 x sequence 2 x tensor 2", "sequence 8", "tensor 4 x data 2", "data 8"])
-def test_any_mesh_gives_the_same(mesh_name: str) -> None:
-    hidden, head, targets, weights = inputs()
-    if mesh_name == "sequence 8":
-        hidden, targets, weights = (np.concatenate([x, x], 1) for x in (hidden, targets, weights))
+def test_text_loss_reports_means() -> None:
+    hidden, head, targets, weights = arrays()
+    reference = expected(hidden, head, targets, weights, 0.3, VOCABULARY)
+    objective, metrics = TextLoss(z_loss=0.3, chunk=7)(*map(jnp.asarray, (hidden, head, targets, weights)), VOCABULARY)
+    total = weights.astype(np.float64).sum()
+    for (value, weight), name in ((objective, "loss"), (metrics["cross_entropy"], "entropy"), (metrics["z"], "z")):
+        assert float(value) == pytest.approx(reference[name], rel=2e-6)
+        assert float(weight) == pytest.approx(total, rel=2e-6)
+
+
+@pytest.mark.parametrize(("options", "message"), [({"chunk": 0}, "chunk 0"), ({"z_loss": -1.0}, "z_loss -1.0")])
+def test_text_loss_refuses(options: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TextLoss(**options)
+
+
+# On a mesh
+
+MESH = "data 2 x sequence 2 x tensor 2"
+
+
+@pytest.mark.parametrize(("vocab", "filled"), [(18, 0), (17, 0), (17, 1)], ids=["split", "whole", "filled up"])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_a_mesh_changes_nothing(chunk: int, vocab: int, filled: int) -> None:
+    """6 tokens a device; `tensor` splits 18 rows of the head, and leaves 17 whole."""
+    given = arrays(vocab, filled)
+    with on(MESH, rules.table()):
+        assert_close(found(*given, 0.3, vocab, chunk), expected(*given, 0.3, vocab), 2e-6)
+
+
+def test_rows_and_tokens_that_a_mesh_does_not_divide() -> None:
+    """4 rows on 8 parts, 6 tokens on 4: alternatives of the table, here as anywhere."""
+    table = Rules((), lines(batch="replica data | replica | none", length="sequence | none", act_vocab="tensor"))
+    given = arrays()
+    for sizes in ({"replica": 2, "data": 4}, {"sequence": 4, "data": 2}):
+        with sharding.use(make_mesh(**sizes), table):
+            assert_close(found(*given, 0.3, VOCABULARY, 4), expected(*given, 0.3, VOCABULARY), 2e-6)
+
+
+LONG, CHUNK = 128, 16  # tokens of a row; 4 x 128 / 4 tokens on a device of the mesh make 8 chunks
+
+
+def program(mesh_name: str | None) -> str:
+    """The compiled loss and gradients of a long batch; nothing is run."""
+    shapes = (BATCH, LONG, WIDTH), (VOCABULARY, WIDTH), (BATCH, LONG), (BATCH, LONG)
+    dtypes = jnp.float32, jnp.float32, jnp.int32, jnp.float32
+    tokens = P("data", "sequence")
     with on(mesh_name, rules.table()) as mesh:
-        rows = NamedSharding(mesh, PartitionSpec(("data",), "sequence"))
-        placed = [jax.device_put(x, rows) for x in (hidden, targets, weights)]
-        result = found(placed[0], jnp.asarray(head), placed[1], placed[2], 0.1, 3)
-    assert_close(result, in_float64(hidden, head, targets, weights, 0.1))
+        hidden, head, targets, weights = (
+            jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+            for shape, dtype, spec in zip(shapes, dtypes, (tokens, P("tensor", "data"), tokens, tokens), strict=True)
+        )
+
+        def loss(hidden, head, targets, weights):
+            (total, _), _ = TextLoss(chunk=CHUNK)(hidden, head, targets, weights, VOCABULARY)
+            return total
+
+        step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+        return step.lower(hidden, head, targets, weights).compile().as_text()
 
 
-def gradient_program(length: int, mesh_name: str | None = None) -> str:
-    with on(mesh_name, rules.table()) as mesh:
-        rows = NamedSharding(mesh, PartitionSpec(("data",), "sequence"))
-        hidden = jax.ShapeDtypeStruct((8, length, 16), jnp.float32, sharding=rows)
-        targets = jax.ShapeDtypeStruct((8, length), jnp.int32, sharding=rows)
-        weights = jax.ShapeDtypeStruct((8, length), jnp.float32, sharding=rows)
-        head = jax.ShapeDtypeStruct((776, 16), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
-        gradient = jax.grad(lambda *arrays: weighted_cross_entropy(*arrays, 0.0, 64, 776)[0], argnums=(0, 1))
-        return jax.jit(gradient).lower(hidden, head, targets, weights).compile().as_text()
+def sizes(shape: str) -> Iterator[list[int]]:
+    """The axes of every array in a piece of a program."""
+    for text in re.findall(r"\b(?:pred|bf16|[a-z]\d+)\[([\d,]+)\]", shape):
+        yield [int(size) for size in text.split(",")]
 
 
-def test_only_a_chunk_of_logits_exists() -> None:
-    sizes = re.findall(r"f32\[([\d,]+)\]", gradient_program(512))
-    with_vocabulary = [np.prod([int(n) for n in size.split(",")]) for size in sizes if "776" in size.split(",")]
-    assert max(with_vocabulary) == 64 * 776
+def computations(text: str) -> dict[str, str]:
+    """A compiled program as its computations, by name."""
+    parts = re.findall(r"^(?:ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
+    return dict(parts)
 
 
-def test_devices_are_summed_once_after_the_last_chunk() -> None:
-    """No loop holds a sum over devices of the head's gradient: with 8 chunks a device that would be 8 of them."""
-    program = gradient_program(512, "data 8")
-    computations = re.split(r"\n(?=%|ENTRY)", program)
-    reducing = [text for text in computations if re.search(r"= [^=]*\[[\d,]*776[\d,]*\][^=]* all-reduce", text)]
-    assert len(reducing) == 1
-    assert reducing[0].startswith("ENTRY")
+def loop(text: str) -> str:
+    """The body of the only loop, and all that it calls."""
+    parts = computations(text)
+    waiting = re.findall(r"\bbody=%?([\w.-]+)", text)
+    assert len(waiting) == 1
+    reached: list[str] = []
+    while waiting:
+        name = waiting.pop()
+        reached.append(name)
+        called = re.findall(r"%([\w.-]+)", parts[name])
+        waiting += [other for other in called if other in parts and other not in [*reached, *waiting]]
+    return "\n".join(parts[name] for name in reached)
+
+
+@pytest.mark.parametrize("mesh_name", [None, MESH])
+def test_logits_exist_for_one_chunk_at_a_time(mesh_name: str | None) -> None:
+    text = program(mesh_name)
+    largest = max(math.prod(s) / VOCABULARY for s in sizes(text) if {VOCABULARY, VOCABULARY // 2} & set(s))
+    assert largest == CHUNK
+
+
+def test_the_head_gradient_is_summed_once_and_logits_stay_where_they_are() -> None:
+    """In the loop over chunks `tensor` reduces numbers of one a token; devices are summed after it."""
+    text = program(MESH)
+    everywhere, inside = ([(kind, list(sizes(s))) for s, kind in COLLECTIVE.findall(t)] for t in (text, loop(text)))
+    assert inside
+    for kind, arrays_moved in inside:
+        # Hidden gradients are sums over the vocabulary, which `tensor` splits: the only large thing a chunk moves.
+        assert all(math.prod(size) in (CHUNK, CHUNK * WIDTH) for size in arrays_moved), f"{kind}: {arrays_moved}"
+        assert kind == "all-reduce"
+    outside = [size for _, moved in everywhere for size in moved if VOCABULARY // 2 in size]
+    assert [size for size in outside if math.prod(size) in (VOCABULARY // 2 * WIDTH, VOCABULARY // 2 * WIDTH // 2)]
+    assert not [
+        size for _, moved in everywhere for size in moved if {VOCABULARY // 2, VOCABULARY} & set(size) and LONG in size
+    ]

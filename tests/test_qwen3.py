@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from models.qwen3 import Qwen3Config
+from omnijax.sharding import AttentionLayout
 from sharding_rules import qwen3 as rules
 from tests import laws
 from tests.meshes import MESHES, packed_arrays
@@ -44,12 +45,18 @@ def test_equivalence(mesh: str, one_device: dict) -> None:
     laws.equivalence(TINY, rules.table(), mesh, one_device)
 
 
+@pytest.mark.parametrize("mesh", ["sequence 8", "sequence 4 x data 2"])
+def test_equivalence_of_the_ring(mesh: str, one_device: dict) -> None:
+    laws.equivalence(TINY, rules.table("ring"), mesh, one_device)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", ["ulysses", "ring"])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_equivalence_of_every_variant(mesh: str, variant: str) -> None:
+def test_equivalence_of_every_variant(mesh: str, layout: AttentionLayout, variant: str) -> None:
     expected = laws.run(VARIANTS[variant], rules.table(), None)
-    laws.equivalence(VARIANTS[variant], rules.table(), mesh, expected)
+    laws.equivalence(VARIANTS[variant], rules.table(layout), mesh, expected)
 
 
 @pytest.mark.parametrize("variant", ["untied", "window"])

@@ -1,86 +1,113 @@
-"""Sampling against a loop over ever longer prefixes."""
+"""Sampling against a loop by hand, on one device and on eight."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from models.qwen3 import Qwen3Config
-from omnijax import hf, parameters
+from omnijax import parameters
+from omnijax.batch import Batch
 from omnijax.errors import UserError
 from omnijax.sampling import sample
 from sharding_rules import qwen3 as rules
 from tests.meshes import on
 
-SMALL = Qwen3Config(
-    vocab_size=40,
-    hidden_size=24,
-    intermediate_size=32,
+CONFIG = Qwen3Config(
+    vocab_size=38,
+    hidden_size=12,
+    intermediate_size=20,
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_dim=10,
-    initializer_range=0.4,
+    head_dim=6,
+    initializer_range=0.5,
 )
-PROMPT = np.array([3, 17, 5], np.int32)
+PROMPT = np.array([5, 0, 31])
+CONTEXT, TOKENS = 8, 12
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def model():
-    return SMALL.build(rngs=nnx.Rngs(2))
+    with on(None, rules.table()) as mesh:
+        return parameters.build_model(CONFIG, mesh, rules.table(), seed=2)
 
 
-def likeliest(model, prefix: list[int]) -> int:
-    hidden = model(hf.to_batch(model, {"input_ids": np.array([prefix])})).hidden
-    return int(model.logits(hidden)[0, -1].argmax())
+def last_logits(tokens: np.ndarray) -> np.ndarray:
+    """Logits after `tokens`, a whole document without padding."""
+    row = jnp.asarray(tokens, jnp.int32)[None]
+    zeros, index = jnp.zeros_like(row), jnp.arange(row.size, dtype=jnp.int32)[None]
+    batch = Batch(row, zeros + 1, index, zeros, jnp.zeros(row.shape), zeros)
+    graphdef, params = parameters.split(model())
+
+    @jax.jit
+    def logits(params: parameters.Parameters, batch: Batch) -> jax.Array:
+        merged = parameters.merge(graphdef, params)
+        return merged.logits(merged(batch).hidden)
+
+    return np.asarray(logits(params, batch))[0, -1]
 
 
-@pytest.mark.parametrize("context", [16, 5])
-def test_greedy_sampling_is_the_loop(model, context: int) -> None:
-    """With a context of 5 the oldest tokens make room, and positions start at 0 in what is left."""
-    text = PROMPT.tolist()
-    for _ in range(8):
-        text.append(likeliest(model, text[-context:]))
-    found = sample(model, PROMPT, tokens=8, context=context, temperature=0.0)
-    assert found.tolist() == text[3:]
-    assert len(set(text[3:])) > 2
+@functools.cache
+def greedy() -> list[int]:
+    """The likeliest continuation: each token after the last `CONTEXT` tokens before it."""
+    tokens = PROMPT.tolist()
+    for _ in range(TOKENS):
+        tokens.append(int(last_logits(np.array(tokens[-CONTEXT:])).argmax()))
+    return tokens[len(PROMPT) :]
 
 
-def test_a_long_prompt_keeps_its_end(model) -> None:
-    long = np.arange(20, dtype=np.int32)
-    found = sample(model, long, tokens=1, context=6, temperature=0.0)
-    assert found.tolist() == [likeliest(model, long[-6:].tolist())]
+def test_greedy_sampling_is_the_loop_by_hand() -> None:
+    """The prompt grows to the whole context, and slides on."""
+    assert len(PROMPT) + TOKENS > CONTEXT + 3
+    assert len(set(greedy())) > 3
+    assert sample(model(), PROMPT, tokens=TOKENS, context=CONTEXT, temperature=0).tolist() == greedy()
 
 
-def test_a_seed_is_a_sample(model) -> None:
-    samples = [sample(model, PROMPT, tokens=12, context=16, temperature=2.0, seed=seed).tolist() for seed in (1, 1, 2)]
-    assert samples[0] == samples[1] != samples[2]
-
-
-def test_temperature_draws_by_the_logits(model) -> None:
-    """600 draws of one token, all at once as rows of a batch would be: frequencies follow the softmax."""
-    hidden = model(hf.to_batch(model, {"input_ids": PROMPT[None]})).hidden
-    expected = np.asarray(jax.nn.softmax(model.logits(hidden)[0, -1] / 1.5))
-    draws = [sample(model, PROMPT, tokens=1, context=4, temperature=1.5, seed=seed)[0] for seed in range(600)]
-    found = np.bincount(draws, minlength=40) / 600
-    assert np.abs(found - expected).max() < 4 * np.sqrt(expected.max() / 600)
-
-
-def test_a_mesh_samples_the_same() -> None:
-    found = []
-    for mesh_name in (None, "data 2 x sequence 2 x tensor 2"):
-        with on(mesh_name, rules.table()) as mesh:
-            model = parameters.build_model(SMALL, mesh, rules.table(), seed=4)
-            found.append(sample(model, PROMPT, tokens=8, context=16, temperature=0.0).tolist())
-    assert found[0] == found[1]
-
-
-def test_refusals(model) -> None:
-    with pytest.raises(UserError, match="the prompt is empty"):
-        sample(model, np.zeros(0, np.int32), tokens=1, context=4)
+def test_greedy_sampling_is_the_same_on_a_mesh() -> None:
     with on("data 2 x sequence 2 x tensor 2", rules.table()) as mesh:
-        split = parameters.build_model(SMALL, mesh, rules.table())
-        with pytest.raises(UserError, match="length"):
-            sample(split, PROMPT, tokens=1, context=5)
-    assert jnp.issubdtype(sample(model, PROMPT, tokens=2, context=4).dtype, jnp.integer)
+        split = parameters.build_model(CONFIG, mesh, rules.table(), seed=2)
+        assert sample(split, PROMPT, tokens=TOKENS, context=CONTEXT, temperature=0).tolist() == greedy()
+
+
+def test_a_long_prompt_counts_from_its_end() -> None:
+    long = np.concatenate([np.arange(20), PROMPT, greedy()[:5]])
+    found = sample(model(), long, tokens=TOKENS - 5, context=CONTEXT, temperature=0)
+    assert found.tolist() == greedy()[5:]
+
+
+def test_a_seed_decides() -> None:
+    first, again, other = (
+        sample(model(), PROMPT, tokens=TOKENS, context=CONTEXT, temperature=1.0, seed=seed).tolist()
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_tokens_are_drawn_from_the_softmax(temperature: float) -> None:
+    """With a context of one token this is a Markov chain: its surprise, on average, is the entropy of its softmaxes."""
+    chain = sample(model(), PROMPT, tokens=2000, context=1, temperature=temperature)
+    logits = np.stack([last_logits(np.array([token])) for token in range(CONFIG.vocab_size)]).astype(np.float64)
+    logits /= temperature
+    log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    entropy = -(np.exp(log_probabilities) * log_probabilities).sum(-1)
+    before = np.concatenate([PROMPT[-1:], chain[:-1]])
+    excess = -log_probabilities[before, chain] - entropy[before]
+    assert abs(excess.mean()) < 4 * excess.std() / np.sqrt(excess.size)
+    assert 0.2 < entropy.mean() < np.log(CONFIG.vocab_size) - 0.1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "context", "message"),
+    [
+        ([], 8, "sample: the prompt is empty; give at least one token"),
+        ([1], 0, "sample: context 0 must be positive"),
+        ([1], 7, "axis 'length' of size 7 is not divided by sequence = 2"),
+    ],
+)
+def test_refusals(prompt: list[int], context: int, message: str) -> None:
+    with on("data 2 x sequence 2 x tensor 2", rules.table()), pytest.raises(UserError, match=message):
+        sample(model(), np.array(prompt, np.int32), tokens=3, context=context)

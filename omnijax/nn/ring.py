@@ -3,7 +3,7 @@
 With n devices there are n rounds. In each a device attends to the keys that visit it and hands them on, and merges what
 it found by the logarithms of the softmaxes' denominators. Spans count keys from the start of the row, so all a device
 needs to know of its visitors is how many keys stand before them. Within a round neither the attention nor the links
-wait for each other; the last round's hand brings keys home, which the gradient's alone need.
+wait for each other. The last round hands keys on as well: one copy more than needed, and one body for all rounds.
 
 A round in which no query sees a visitor costs no attention (beyond one block of keys), but the ring is as slow as its
 busiest device. Devices hold contiguous parts of a row: in causal attention over one long document the first has work in
