@@ -19,6 +19,8 @@ from tests import laws
 from tests.meshes import on
 from tests.runs import write_config
 
+pytestmark = pytest.mark.newest
+
 CASES = [laws.GOLDEN / "qwen3" / "tied", laws.GOLDEN / "llama" / "untied_llama3rope_bias"]
 
 

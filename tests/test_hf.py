@@ -19,6 +19,8 @@ from sharding_rules import qwen3 as rules
 from tests import laws
 from tests.meshes import MESHES, on
 
+pytestmark = pytest.mark.newest
+
 CASE = laws.GOLDEN / "qwen3" / "untied"
 TIED = laws.GOLDEN / "qwen3" / "tied"
 # Sizes the meshes divide, which those of the reference do not.

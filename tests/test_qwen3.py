@@ -34,6 +34,7 @@ def one_device() -> dict:
     return laws.run(TINY, rules.table(), None)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("batch", ["padded", "packed"])
 @pytest.mark.parametrize("variant", ["tied", "untied"])
 def test_parity(variant: str, batch: str) -> None:
@@ -45,6 +46,7 @@ def test_equivalence(mesh: str, one_device: dict) -> None:
     laws.equivalence(TINY, rules.table(), mesh, one_device)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("mesh", ["sequence 8", "sequence 4 x data 2"])
 def test_equivalence_of_the_ring(mesh: str, one_device: dict) -> None:
     laws.equivalence(TINY, rules.table("ring"), mesh, one_device)
@@ -59,6 +61,7 @@ def test_equivalence_of_every_variant(mesh: str, layout: AttentionLayout, varian
     laws.equivalence(VARIANTS[variant], rules.table(layout), mesh, expected)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("variant", ["untied", "window"])
 def test_isolation(variant: str) -> None:
     laws.isolation(VARIANTS[variant])
