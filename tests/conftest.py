@@ -6,7 +6,11 @@ import tempfile
 from pathlib import Path
 
 # Level 0 halves the compile time of these small programs; it changes code generation, not the partitioned program.
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+# Eight devices on two busy cores may wait long for each other: an abort after 40 s would blame the wrong test.
+FLAGS = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+)
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "omnijax-test-cache"))
