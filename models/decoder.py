@@ -4,6 +4,7 @@ A stack is `(pattern, repeats)`: its layers repeat a short pattern of blocks. On
 program is as long as the pattern, not as the model. Layers are numbered through all stacks, from 0.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,11 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         kind, heads, kv_heads = type(self).__name__, self.num_attention_heads, self.num_key_value_heads
+        for field in dataclasses.fields(DecoderConfig):
+            value = getattr(self, field.name)
+            least = 0 if field.name == "initializer_range" else 1 if isinstance(value, int) else 1e-30
+            if value is not None and not isinstance(value, bool) and value < least:
+                raise UserError(f"{kind}.{field.name} = {value} must be {'at least 0' if not least else 'positive'}")
         if heads % kv_heads:
             raise UserError(f"{kind}: {heads} attention heads are not a multiple of {kv_heads} key/value heads")
         if self.head_dim is None:
@@ -95,8 +101,10 @@ class SlidingWindowConfig(DecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         kind, kinds = type(self).__name__, self.layer_types
-        if self.use_sliding_window and not self.sliding_window:
-            raise UserError(f"{kind}.use_sliding_window needs sliding_window, a number of tokens")
+        if self.use_sliding_window and (self.sliding_window is None or not 0 < self.sliding_window < 2**31):
+            raise UserError(
+                f"{kind}.use_sliding_window needs sliding_window, a number of tokens from 1, not {self.sliding_window}"
+            )
         if kinds is not None and len(kinds) != self.num_hidden_layers:
             raise UserError(f"{kind}: {len(kinds)} layer_types for {self.num_hidden_layers} layers")
         if unknown := sorted(set(kinds or ()) - {"full_attention", "sliding_attention"}):

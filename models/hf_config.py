@@ -34,6 +34,10 @@ INERT = frozenset(
 )
 
 
+# What changes the maths, and no family here has: taken as absent only where it says nothing.
+FOREIGN = frozenset({"quantization_config", "partial_rotary_factor", "rope_interleaved", "logit_scale", "num_experts"})
+
+
 def read(
     cls: type[Config],
     values: Mapping[str, Any],
@@ -53,6 +57,9 @@ def read(
     for key, only in fixed.items():
         if key in values and values[key] != only:
             raise UserError(f"{name}: {key} = {values[key]!r} is not supported for this family, only {only!r}")
+    for key in sorted(FOREIGN & set(values) - fields):
+        if values[key] not in (None, False) and not (key == "partial_rotary_factor" and values[key] == 1.0):
+            raise UserError(f"{name}: {key} = {values[key]!r} changes the model, and is not supported for this family")
     unknown = [key for key in values if key not in fields | INERT | set(fixed) and values[key] is not None]
     if unknown:
         logger.warning("%s: keys this family does not know, and does without: %s", name, ", ".join(sorted(unknown)))

@@ -99,11 +99,10 @@ def restore(manager: Any, step: int, like: TrainState, shardings: TrainState) ->
     return TrainState(number, items["params"], items["optimizer"]), items["data"]
 
 
-def restore_params(manager: Any, shardings: Mapping[str, Any]) -> Parameters:
-    """The parameters of the newest step alone, float32."""
+def restore_params(manager: Any, shapes: Mapping[str, tuple[int, ...]], shardings: Mapping[str, Any]) -> Parameters:
+    """The parameters of the newest step alone, float32. Raises `UserError` where it holds others than `shapes`."""
     step = _newest(manager)
-    shapes = _item(manager, step, "meta")["shapes"]
-    check_same_model(manager, step, {path: tuple(shapes.get(path, ())) for path in shardings})
+    check_same_model(manager, step, shapes)
     target = {
         path: jax.ShapeDtypeStruct(shapes[path], np.float32, sharding=sharding) for path, sharding in shardings.items()
     }

@@ -4,6 +4,7 @@
 """
 
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -175,3 +176,11 @@ class Train:
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Train:
     """The settings of a gin file, with `Section.field=value` overrides; `UserError` for every mistake in them."""
     return ginfile.load(path, overrides, root=Train).value
+
+
+def config_of_run(text: str) -> Train:
+    """The settings of a run, from the resolved gin file its checkpoint keeps."""
+    with tempfile.NamedTemporaryFile("w", suffix=".gin") as file:
+        file.write(text)
+        file.flush()
+        return load_config(file.name)

@@ -61,7 +61,9 @@ def load_weights(folder: Path) -> Any:
         return load_run(folder)[0]
     abstract = parameters.abstract_model(family_named(stored["model_type"], str(folder)).Config.from_hf(stored))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = checkpoint.restore_params(manager, dict.fromkeys(parameters.describe(abstract), device))
+    params = checkpoint.restore_params(
+        manager, parameters.shapes(abstract), dict.fromkeys(parameters.shapes(abstract), device)
+    )
     checkpoint.close(manager)
     return parameters.merge(nnx.graphdef(abstract), params)
 

@@ -1,7 +1,6 @@
 """Continue a prompt with a trained run: `python -m omnijax.generate RUN_FOLDER "prompt"`."""
 
 import argparse
-import tempfile
 from pathlib import Path
 
 import jax
@@ -44,14 +43,12 @@ def main() -> None:
 def load_run(folder: Path) -> tuple[object, Tokenizer, config.Train]:
     """Model (on one device), tokenizer and settings of the newest checkpoint of a run."""
     manager = checkpoint.open_checkpoints(folder / "checkpoints", read_only=True)
-    text = checkpoint.saved_config(manager)
-    with tempfile.NamedTemporaryFile("w", suffix=".gin") as file:
-        file.write(text)
-        file.flush()
-        settings = config.load_config(file.name)
+    settings = config.config_of_run(checkpoint.saved_config(manager))
     mesh = make_mesh(data=1, devices=jax.devices()[:1])
     abstract = parameters.abstract_model(settings.model, **settings.model_options())
-    params = checkpoint.restore_params(manager, parameters.shardings(abstract, mesh, settings.rules))
+    params = checkpoint.restore_params(
+        manager, parameters.shapes(abstract), parameters.shardings(abstract, mesh, settings.rules)
+    )
     manager.close()
     return parameters.merge(nnx.graphdef(abstract), params), settings.data.tokenizer, settings
 

@@ -149,12 +149,22 @@ def _parts(
     """Group tensors into files of at most `shard_bytes`, or of one tensor that is larger."""
     part: dict[str, np.ndarray] = {}
     for name, x in named:
-        x = np.ascontiguousarray(x.astype(dtype))
+        x = np.ascontiguousarray(_cast(x, dtype, name))
         if part and sum(other.nbytes for other in part.values()) + x.nbytes > shard_bytes:
             yield part
             part = {}
         part[name] = x
     yield part
+
+
+def _cast(x: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """`x` in another dtype; `UserError` where that is no floating point, or too narrow for a finite number of `x`."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise UserError(f"{name}: weights cannot be cast to {dtype}; choose float32, bfloat16 or float16")
+    largest = float(jnp.finfo(dtype).max)
+    if jnp.finfo(x.dtype).max > largest and (np.isfinite(x) & (np.abs(x) > largest)).any():
+        raise UserError(f"{name}: a weight is beyond the largest {dtype}, {largest:g}; choose bfloat16 or float32")
+    return x.astype(dtype)
 
 
 def _to_host(x: Array | np.ndarray) -> np.ndarray:
@@ -244,7 +254,8 @@ def _reader(
     def read(index: tuple[slice, ...]) -> np.ndarray:
         inner = index[1:] if stacked else index
         chosen = names[index[0]] if stacked else names
-        parts = [_read_slice(files, name, shape, described.inputs, inner, folder).astype(dtype) for name in chosen]
+        parts = [_read_slice(files, name, shape, described.inputs, inner, folder) for name in chosen]
+        parts = [_cast(part, dtype, name) for name, part in zip(chosen, parts, strict=True)]
         if described.rows is not None:
             return _filled_up(parts[0], inner[0], described.shape[0])
         return np.stack(parts) if stacked else parts[0]
@@ -282,6 +293,8 @@ def _read_slice(
             stride = math.prod(shape[axis] for axis in inner)
             ranges.append(slice(start * stride, stop * stride))
         block = tensor[tuple(ranges)]
+    if not jnp.issubdtype(block.dtype, jnp.floating):
+        raise UserError(f"{folder}: {name} is {block.dtype}, not floating point; quantised weights are not supported")
     # The outermost axis of each group is cut by now: unflatten, order as ours, cut the others.
     sizes: list[int] = []
     for rows, (_, *inner) in zip(block.shape, groups, strict=True):

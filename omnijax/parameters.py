@@ -60,6 +60,11 @@ def describe(model: nnx.Module) -> dict[str, Description]:
     }
 
 
+def shapes(model: nnx.Module) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter."""
+    return {path: each.shape for path, each in describe(model).items()}
+
+
 def placements(model: nnx.Module, mesh: Mesh | AbstractMesh, rules: Rules) -> dict[str, Placement]:
     """Where every parameter lives. Raises `UserError` where the table cannot place one."""
     described = {path: (each.axes, each.shape) for path, each in describe(model).items()}

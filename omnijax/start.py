@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from omnijax import checkpoint, hf, parameters
+from omnijax.config import config_of_run
 from omnijax.errors import UserError
 from omnijax.sharding import Rules
 
@@ -28,7 +29,14 @@ def starting_model(config: Any, mesh: Mesh, rules: Rules, *, start: str | None, 
         return hf.load(type(abstract), folder, mesh=mesh, rules=rules, **options)
     if (folder / "checkpoints").is_dir():
         manager = checkpoint.open_checkpoints(folder / "checkpoints", read_only=True)
-        params = checkpoint.restore_params(manager, parameters.shardings(abstract, mesh, rules))
+        imported = checkpoint.saved_model(manager)
+        if imported is None:
+            require_same(config, config_of_run(checkpoint.saved_config(manager)).model, folder)
+        else:
+            require_same(config, type(config).from_hf(imported, str(folder)), folder)
+        params = checkpoint.restore_params(
+            manager, parameters.shapes(abstract), parameters.shardings(abstract, mesh, rules)
+        )
         checkpoint.close(manager)
         return parameters.merge(nnx.graphdef(abstract), params)
     raise UserError(f"Run.start = {start!r} is neither a Hugging Face folder (config.json) nor one with checkpoints")
@@ -36,6 +44,8 @@ def starting_model(config: Any, mesh: Mesh, rules: Rules, *, start: str | None, 
 
 def require_same(config: Any, stored: Any, folder: Path) -> None:
     """`UserError` naming the fields in which a model config differs from that of the weights in `folder`."""
+    if type(stored) is not type(config):
+        raise UserError(f"Run.start: {folder} holds a {type(stored).__name__}, this config a {type(config).__name__}")
     differing = []
     for field in dataclasses.fields(config):
         ours, theirs = getattr(config, field.name), getattr(stored, field.name)

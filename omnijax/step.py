@@ -14,6 +14,7 @@ from jaxtyping import Array, Float32, Int32
 
 from omnijax import parameters
 from omnijax.batch import Batch
+from omnijax.errors import UserError
 from omnijax.objectives import Mean, Outputs
 from omnijax.parameters import Parameters
 from omnijax.sharding import Rules, constrain, place, split_count
@@ -153,7 +154,13 @@ def _at_least_one(weight: Array) -> Array:
 
 def _micro_batches(batch: Batch, count: int) -> Batch:
     """Split rows into `count` micro-batches `[count, B / count, ...]`, each device keeping its own rows."""
-    groups = split_count("batch")
+    size = len(batch.tokens)
+    groups = split_count("batch", size)
+    if size % (groups * count):
+        raise UserError(
+            f"accumulation: {size} rows cannot be cut into {count} micro-batches of whole rows for each of {groups} "
+            f"parts of batch; make the rows a multiple of {groups * count}, or change accumulation or the mesh"
+        )
 
     def cut(x: Array) -> Array:
         rows, *rest = x.shape
