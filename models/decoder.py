@@ -101,10 +101,9 @@ class SlidingWindowConfig(DecoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         kind, kinds = type(self).__name__, self.layer_types
-        if self.use_sliding_window and (self.sliding_window is None or not 0 < self.sliding_window < 2**31):
-            raise UserError(
-                f"{kind}.use_sliding_window needs sliding_window, a number of tokens from 1, not {self.sliding_window}"
-            )
+        window = self.sliding_window
+        if self.use_sliding_window and (window is None or not 0 < window < 2**31):
+            raise UserError(f"{kind}.use_sliding_window needs a positive sliding_window, not {window}")
         if kinds is not None and len(kinds) != self.num_hidden_layers:
             raise UserError(f"{kind}: {len(kinds)} layer_types for {self.num_hidden_layers} layers")
         if unknown := sorted(set(kinds or ()) - {"full_attention", "sliding_attention"}):

@@ -10,45 +10,96 @@ from flax import nnx
 from omnijax.batch import Batch
 from omnijax.errors import UserError
 
+KNOWN = ("attention_mask", "cu_seqlens", "input_ids", "labels", "position_ids", "segment_ids")
+
 
 def to_batch(model: nnx.Module, inputs: Mapping[str, Any]) -> Batch:
     """The arrays a transformers processor returns (`input_ids`, `attention_mask`, `labels`, ...) as a `Batch`.
 
     `labels` are not shifted and use -100, as there; a label that starts a document is never a target. A packed row
     needs `segment_ids` [B, S] (1.., 0 for padding) or, for a single row, `cu_seqlens`: documents are never guessed,
-    and positions that restart without them are a `UserError`, as is an input no text model reads.
+    and positions that restart without them are a `UserError`. So are an input no text model reads, arrays that are
+    not whole numbers or of another shape than `input_ids`, ids and labels outside the vocabulary, a mask with a hole,
+    and inputs that disagree on which tokens are real.
     """
-    known = {"input_ids", "attention_mask", "labels", "position_ids", "segment_ids", "cu_seqlens"}
-    if unknown := sorted(set(inputs) - known):
-        raise UserError(f"to_batch: this model does not read {', '.join(unknown)}; it reads {', '.join(sorted(known))}")
-    given = {name: np.asarray(value) for name, value in inputs.items() if value is not None}
-    tokens = given["input_ids"].astype(np.int32)
-    length = tokens.shape[1]
-    positions = given.get("position_ids", np.broadcast_to(np.arange(length), tokens.shape)).astype(np.int32)
-    if "segment_ids" in given:
-        segments = given["segment_ids"]
-    elif "cu_seqlens" in given:
-        if tokens.shape[0] != 1:
-            raise UserError(f"to_batch: cu_seqlens speak of one row, input_ids has {tokens.shape[0]}; give segment_ids")
-        segments = np.searchsorted(given["cu_seqlens"], np.arange(length), side="right")[None]
-        segments = np.where(np.arange(length) < given["cu_seqlens"][-1], segments, 0)
-    else:
-        segments = given.get("attention_mask", np.ones_like(tokens))
-        if ((np.diff(positions, axis=1) < 0) & (segments[:, 1:] > 0)).any():
-            raise UserError("to_batch: position_ids restart inside a row; give segment_ids or cu_seqlens with them")
-    segments = segments.astype(np.int32)
+    if unknown := sorted(set(inputs) - set(KNOWN)):
+        raise UserError(f"to_batch: this model does not read {', '.join(unknown)}; it reads {', '.join(KNOWN)}")
+    given = {name: _whole_numbers(name, value) for name, value in inputs.items() if value is not None}
+    tokens = given.get("input_ids", np.zeros(0, np.int64))
+    if tokens.ndim != 2 or not tokens.size:
+        raise UserError(f"to_batch: input_ids must be a [rows, tokens] array that is not empty, not {tokens.shape}")
+    for name, x in given.items():
+        if name != "cu_seqlens" and x.shape != tokens.shape:
+            raise UserError(f"to_batch: {name} has shape {x.shape}, input_ids {tokens.shape}; they must agree")
     labels = given.get("labels", np.full_like(tokens, -100))
+    vocab = model.config.vocab_size  # type: ignore[attr-defined]
+    for name, ids in (("input_ids", tokens), ("labels", labels[labels != -100])):
+        if ids.size and not 0 <= ids.min() <= ids.max() < vocab:
+            raise UserError(f"to_batch: {name} from {ids.min()} to {ids.max()}; the vocabulary is 0 to {vocab - 1}")
+    positions = given.get("position_ids", np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape))
+    segments = _segments(given, tokens, positions)
     follows = np.zeros(tokens.shape, bool)
     follows[:, :-1] = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0) & (labels[:, 1:] != -100)
     targets = np.zeros_like(tokens)
     targets[:, :-1] = labels[:, 1:]
-    arrays: dict[str, np.ndarray] = {
+    arrays: dict[str, Any] = {
         "tokens": tokens,
         "segment_ids": segments,
         "positions": positions,
         "targets": np.where(follows, targets, 0),
-        "weights": follows.astype(np.float32),
         "sources": np.zeros_like(tokens),
     }
-    on_device: dict[str, Any] = {name: jnp.asarray(x) for name, x in arrays.items()}
-    return Batch(**on_device)
+    on_device: dict[str, Any] = {name: jnp.asarray(x, jnp.int32) for name, x in arrays.items()}
+    return Batch(**on_device, weights=jnp.asarray(follows, jnp.float32))
+
+
+def _segments(given: Mapping[str, np.ndarray], tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The document of every token, 0 for padding; all inputs that speak of it must agree."""
+    said = {}
+    if "segment_ids" in given:
+        said["segment_ids"] = given["segment_ids"]
+    if "cu_seqlens" in given:
+        said["cu_seqlens"] = _from_edges(given["cu_seqlens"], tokens.shape)
+    if "attention_mask" in given or not said:
+        said["attention_mask"] = _from_mask(given.get("attention_mask", np.ones_like(tokens)))
+    (first, segments), *others = said.items()
+    for name, other in others:
+        same = (segments > 0) == (other > 0)
+        if name == "cu_seqlens":
+            same[:, 1:] &= (np.diff(segments, axis=1) != 0) == (np.diff(other, axis=1) != 0)
+        if not same.all():
+            raise UserError(f"to_batch: {first} and {name} disagree on which tokens are real and belong together")
+    if first == "attention_mask":
+        inside = (segments[:, 1:] == 1) & (segments[:, :-1] == 1)
+        if (inside & (np.diff(positions, axis=1) < 0)).any():
+            raise UserError("to_batch: position_ids restart inside a row; give segment_ids or cu_seqlens with them")
+    return segments
+
+
+def _from_edges(edges: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    rows, length = shape
+    if rows != 1:
+        raise UserError(f"to_batch: cu_seqlens speak of one row, input_ids has {rows}; give segment_ids alone")
+    if edges.ndim != 1 or not edges.size or edges[0] != 0 or (np.diff(edges) <= 0).any() or edges[-1] > length:
+        raise UserError(f"to_batch: cu_seqlens {edges.tolist()} must rise from 0 to at most {length}")
+    index = np.arange(length)
+    return np.where(index < edges[-1], np.searchsorted(edges, index, side="right"), 0)[None]
+
+
+def _from_mask(mask: np.ndarray) -> np.ndarray:
+    if not np.isin(mask, (0, 1)).all():
+        raise UserError("to_batch: attention_mask must hold 0 and 1; give segment_ids for packed rows")
+    if (np.diff(np.pad(mask, ((0, 0), (1, 1))), axis=1) == 1).sum(1).max() > 1:
+        raise UserError("to_batch: attention_mask has a hole inside a row; take the tokens out, or give segment_ids")
+    return mask
+
+
+def _whole_numbers(name: str, value: Any) -> np.ndarray:
+    """int64, so that what does not fit the model is seen before it is narrowed."""
+    try:
+        x = np.asarray(value)
+    except ValueError as error:
+        raise UserError(f"to_batch: {name} is ragged; pad its rows to one length") from error
+    if x.dtype != bool and not np.issubdtype(x.dtype, np.integer):
+        raise UserError(f"to_batch: {name} is {x.dtype}; it must hold whole numbers")
+    return x.astype(np.int64)

@@ -87,11 +87,10 @@ def train_step(
     def gradients(params: Parameters, batch: Batch) -> tuple[tuple[Array, tuple], Parameters]:
         if accumulation == 1:
             return differentiate(params, batch, None)
-        micro_batches = _micro_batches(batch, accumulation)
         # The global weights come first, as sums of different objectives cannot be told apart once they are added.
-        # They depend on the batch alone: of this pass XLA keeps nothing but their sums.
-        per_micro_batch = jax.lax.map(lambda micro: _weights(forward(params, micro)), micro_batches)
-        weights = {name: each.sum() for name, each in per_micro_batch.items()}
+        # They depend on the batch alone: of this forward pass XLA keeps nothing but their sums.
+        weights = _weights(forward(params, batch))
+        micro_batches = _micro_batches(batch, accumulation)
 
         def add(carry, micro):
             (total, (means, _)), grads = carry

@@ -114,3 +114,17 @@ def test_a_config_takes_its_model_from_a_folder(weights: Path, tmp_path: Path) -
     text = text.replace("@qwen3.Qwen3Config()", "@families.hugging_face()")
     path.write_text(f"{text}\nfamilies.hugging_face.path = {str(weights)!r}\n")
     assert ginfile.load(path, root=Train).value.model.num_attention_heads == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("Qwen3Config.intermediate_size=64", "intermediate_size = 32 there and 64 in this config"),
+        ("Qwen3Config.rope_theta=3.0", "rope_theta = 10000.0 there and 3.0 in this config"),
+        ("Compute.vocab_multiple=64", "embed_tokens.embedding"),
+    ],
+)
+def test_a_run_of_another_model_is_no_start(override: str, message: str, weights: Path, tmp_path: Path) -> None:
+    _, run = begin(tmp_path / "first", f"Run.start={weights}")
+    with pytest.raises(UserError, match=message):
+        begin(tmp_path / "second", f"Run.start={run}", override)

@@ -469,7 +469,7 @@ def test_other_refusals_of_a_state(tokenizer_path):
     other_grain = {**state, "stream": {**state["stream"], "grain_order": [0] * 8}}
     assert "has grain_order [0, 0, 0" in refusal(make_stream().restore, other_grain)
     shorter = make_stream(["x"] * len(TEXTS))
-    assert "the documents changed" in refusal(shorter.restore, state)
+    assert "has content" in refusal(shorter.restore, state)
 
 
 @pytest.mark.parametrize(
@@ -534,3 +534,15 @@ def test_ngram_refusals():
     assert "train_tokens has ids 0..2: they must lie in 0..1" in refusal(ngram_bits, tokens, tokens, 2, 2)
     assert "smoothing is 0" in refusal(ngram_bits, tokens, tokens, 2, 3, smoothing=0)
     assert "order 9 over 257 ids" in refusal(ngram_bits, tokens, tokens, 9, 257)
+
+
+def test_a_corpus_of_other_texts_is_refused_on_restore() -> None:
+    def stream(texts: tuple[str, ...]) -> Stream:
+        documents = PythonDocuments("texts", tuple(str(number) for number in range(len(texts))), texts)
+        return Stream(documents, Bytes(), length=4, rows=2, shards=2, seed=0)
+
+    first = stream(("one", "two", "three"))
+    next(first)
+    with pytest.raises(UserError, match="the data state has content"):
+        stream(("one", "2", "three")).restore(first.state())
+    stream(("one", "two", "three")).restore(first.state())

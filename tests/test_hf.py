@@ -115,7 +115,7 @@ def test_a_key_the_family_does_without_is_logged(caplog: pytest.LogCaptureFixtur
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope type 'linear' is not supported"),
         ({"num_key_value_heads": 3}, "8 attention heads are not a multiple of 3 key/value heads"),
         ({"head_dim": 7}, "head_dim = 7 is odd"),
-        ({"use_sliding_window": True}, "needs sliding_window"),
+        ({"use_sliding_window": True}, "needs a positive sliding_window, not None"),
         ({"layer_types": ["full_attention"]}, "1 layer_types for 3 layers"),
     ],
 )
@@ -259,3 +259,71 @@ def test_what_lies_on_a_mesh_is_saved_as_it_came(mesh_name: str | None, tmp_path
     assert set(written) == set(original[0] | original[1])
     for name, x in (original[0] | original[1]).items():
         np.testing.assert_array_equal(written[name], x, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({}, "input_ids must be a .rows, tokens. array"),
+        ({"input_ids": [1, 2]}, "input_ids must be a .rows, tokens. array"),
+        ({"input_ids": [[1, 2], [3]]}, "input_ids is ragged"),
+        ({"input_ids": [[1.0, 2.9]]}, "input_ids is float64; it must hold whole numbers"),
+        ({"input_ids": [[1, 72]]}, "input_ids from 1 to 72; the vocabulary is 0 to 71"),
+        ({"input_ids": [[2**32 + 5, 1]]}, "input_ids from 1 to 4294967301"),
+        ({"input_ids": [[1, 2]], "labels": [[-1, 2]]}, "labels from -1 to 2"),
+        ({"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2]]}, "labels has shape .1, 2., input_ids .2, 2."),
+        ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 0, 1]]}, "attention_mask has a hole"),
+        ({"input_ids": [[1, 2, 3]], "attention_mask": [[1, 2, 2]]}, "attention_mask must hold 0 and 1"),
+        (
+            {"input_ids": [[1, 2]], "attention_mask": [[1, 0]], "segment_ids": [[1, 1]]},
+            "disagree on which tokens are real",
+        ),
+        ({"input_ids": [[1, 2, 3]], "cu_seqlens": [0, 1, 3], "segment_ids": [[1, 1, 2]]}, "disagree on which tokens"),
+        ({"input_ids": [[1, 2, 3]], "cu_seqlens": [0, 2, 1]}, "must rise from 0 to at most 3"),
+        ({"input_ids": [[1, 2, 3]], "cu_seqlens": [0, 9]}, "must rise from 0 to at most 3"),
+    ],
+)
+def test_contradictions_are_refused(inputs: dict, message: str) -> None:
+    model = parameters.abstract_model(Qwen3Config.from_hf(DIVISIBLE))
+    with pytest.raises(UserError, match=message):
+        hf.to_batch(model, inputs)
+
+
+def test_left_padding_may_number_its_padding_as_it_likes() -> None:
+    model = parameters.abstract_model(Qwen3Config.from_hf(DIVISIBLE))
+    inputs = {"input_ids": [[0, 0, 5, 6]], "attention_mask": [[0, 0, 1, 1]], "position_ids": [[1, 1, 0, 1]]}
+    assert hf.to_batch(model, inputs).segment_ids.tolist() == [[0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sliding_window": -1, "use_sliding_window": True}, "needs a positive sliding_window, not -1"),
+        ({"hidden_size": 0}, "hidden_size = 0 must be positive"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps = -1.0 must be positive"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config = .* changes the model"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 changes the model"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Qwen3Config.from_hf(DIVISIBLE | change)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool"])
+def test_weights_that_are_no_numbers_of_the_model_are_refused(folder: Path, dtype: str) -> None:
+    norm = load_file(folder / "model.safetensors")["model.norm.weight"]
+    rewrite(folder, model__norm__weight=norm.astype(dtype))
+    with pytest.raises(UserError, match=f"model.norm.weight is {dtype}, not floating point"):
+        hf.load(Qwen3, folder)
+
+
+def test_a_cast_never_makes_infinities(folder: Path, tmp_path: Path) -> None:
+    norm = load_file(folder / "model.safetensors")["model.norm.weight"]
+    rewrite(folder, model__norm__weight=norm * np.float32(1e6))
+    with pytest.raises(UserError, match=r"model.norm.weight: a weight is beyond the largest float16"):
+        hf.load(Qwen3, folder, dtype=jnp.float16)
+    with pytest.raises(UserError, match="beyond the largest float16"):
+        hf.save(hf.load(Qwen3, folder), tmp_path / "out", dtype=jnp.float16)
+    with pytest.raises(UserError, match="cannot be cast to int8"):
+        hf.save(hf.load(Qwen3, folder), tmp_path / "other", dtype=jnp.int8)

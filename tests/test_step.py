@@ -11,6 +11,7 @@ import pytest
 from models.qwen3 import Qwen3Config
 from omnijax import parameters
 from omnijax.config import Optimizer
+from omnijax.errors import UserError
 from omnijax.objectives import TextLoss
 from omnijax.optim import make_optimizer
 from omnijax.step import init_state, put_batch, train_step
@@ -173,3 +174,8 @@ def test_accumulators_and_state_live_where_the_parameters_do(accumulation: int) 
 def laws_scale() -> Qwen3Config:
     """Parameters that outweigh the activations."""
     return dataclasses.replace(SMALL, vocab_size=96, hidden_size=160, intermediate_size=480, num_hidden_layers=8)
+
+
+def test_accumulation_that_cuts_no_whole_rows_is_refused() -> None:
+    with pytest.raises(UserError, match="8 rows cannot be cut into 4 micro-batches of whole rows for each of 8 parts"):
+        laws.run(SMALL, rules.table(), "data 8", accumulation=4, steps=1)
