@@ -1,32 +1,29 @@
-"""The decoder every language family is made of: a tuple of stacks, each scanned over its layers.
-
-A stack is `(pattern, repeats)`: its layers repeat a short pattern of blocks. One scan step runs one period, so the
-program is as long as the pattern, not as the model. Layers are numbered through all stacks, from 0.
-"""
+"""The decoder every language family is made of: an embedding, stacks of layers, a head, and the config they share."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32
 
 from models import hf_config
+from models.stacks import Stack, StackPlan, in_layer_order, is_routed
 from omnijax.batch import Batch
 from omnijax.errors import UserError
+from omnijax.hf_layout import Names
 from omnijax.nn import rope, spans
 from omnijax.nn.norms import RMSNorm
 from omnijax.nn.projections import Embedding
-from omnijax.nn.remat import Remat, rematerialise
-from omnijax.objectives import Outputs, TextLoss
+from omnijax.nn.remat import Remat
+from omnijax.nn.router import RouterLoss, corrected
+from omnijax.objectives import Mean, Outputs, TextLoss
+from omnijax.parameters import Parameters
 from omnijax.sharding import constrain
-
-MakeBlock = Callable[[nnx.Rngs], nnx.Module]
 
 
 @dataclass(frozen=True)
@@ -48,6 +45,7 @@ class DecoderConfig:
     HF_TYPE: ClassVar[str]
     HF_CLASS: ClassVar[str]
     HF_FIXED: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_dropout": 0.0}
+    HF_ALIASES: ClassVar[dict[str, str]] = {}
     ROPE_TYPES: ClassVar[dict[str, type]] = {}
 
     @classmethod
@@ -55,6 +53,7 @@ class DecoderConfig:
         """Read a `config.json`; raises `UserError` for another family's, and for what this one does not have."""
         if values.get("model_type", cls.HF_TYPE) != cls.HF_TYPE:
             raise UserError(f"{name}: model_type {values['model_type']!r} is not this family's, {cls.HF_TYPE!r}")
+        values = {cls.HF_ALIASES.get(key, key): value for key, value in values.items()}
         return hf_config.read(cls, values, fixed=cls.HF_FIXED, rope_types=cls.ROPE_TYPES, name=name)
 
     def to_hf(self) -> dict[str, Any]:
@@ -118,84 +117,16 @@ class SlidingWindowConfig(DecoderConfig):
         return tuple(self.sliding_window if sliding else None for sliding in slides)
 
 
-@dataclass(frozen=True)
-class StackPlan:
-    """`repeats` periods of `pattern`; `windows` holds the sliding window of every layer, or None for no limit."""
-
-    pattern: tuple[MakeBlock, ...]
-    repeats: int
-    windows: tuple[int | None, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.windows) != self.repeats * len(self.pattern):
-            raise ValueError(f"{len(self.windows)} windows for {self.repeats} x {len(self.pattern)} layers")
-
-
-class Block(nnx.Module):
-    """A pre-norm residual layer: attention, then a feed-forward network."""
-
-    def __init__(self, *, input_layernorm, self_attn, post_attention_layernorm, mlp):
-        self.input_layernorm = input_layernorm
-        self.self_attn = self_attn
-        self.post_attention_layernorm = post_attention_layernorm
-        self.mlp = mlp
-
-    def __call__(self, x: Float[Array, "B S E"], rotation: rope.Rotation, span: spans.Span) -> Float[Array, "B S E"]:
-        x = x + self.self_attn(self.input_layernorm(x), rotation, span)
-        x = constrain(x, "batch", "length", "act_embed")
-        x = x + self.mlp(self.post_attention_layernorm(x))
-        return constrain(x, "batch", "length", "act_embed")
-
-
-class Stack(nnx.Module):
-    """Layers whose parameters are stacked along a leading `layers` axis, one stack of arrays per pattern position."""
-
-    def __init__(self, plan: StackPlan, *, remat: Remat, rngs: nnx.Rngs):
-        self.blocks = nnx.List([_stacked(make, plan.repeats, rngs) for make in plan.pattern])
-        self.repeats, self.windows, self.remat = plan.repeats, plan.windows, remat
-
-    def __call__(self, x: Float[Array, "B S E"], rotation: rope.Rotation, span: spans.Span) -> Float[Array, "B S E"]:
-        graphdefs, states = zip(*(nnx.split(block) for block in self.blocks), strict=True)
-        windows = self._windows(x.shape[1])
-
-        def period(x, scanned):
-            states, windows = scanned
-            for index, (graphdef, state) in enumerate(zip(graphdefs, states, strict=True)):
-                limited = span if windows is None else spans.window(span, windows[index])
-                x = nnx.merge(graphdef, state)(x, rotation, limited)
-            return x, None
-
-        body = rematerialise(period, self.remat)
-        return jax.lax.scan(body, x, (states, windows), length=self.repeats)[0]
-
-    def _windows(self, length: int) -> Int32[Array, "repeats period"] | None:
-        if all(window is None for window in self.windows):
-            return None
-        # What differs between layers only by a number is scanned, so that they share one program.
-        numbers = [length if window is None else window for window in self.windows]
-        return jnp.asarray(numbers, jnp.int32).reshape(self.repeats, -1)
-
-
-def _stacked(make: MakeBlock, repeats: int, rngs: nnx.Rngs) -> nnx.Module:
-    @nnx.split_rngs(splits=repeats)
-    @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None, "axes": "layers"})
-    def make_all(rngs: nnx.Rngs) -> nnx.Module:
-        return make(rngs)
-
-    return make_all(rngs)
-
-
 class Decoder(nnx.Module):
     """Token embedding, stacks of layers, final norm, output head."""
 
-    HF_NAMES: ClassVar[dict[str, str]] = {
+    HF_NAMES: ClassVar[Names] = {
         "model.embed_tokens.weight": "embed_tokens.embedding",
         "model.layers.{layer}.input_layernorm.weight": "layers.input_layernorm.scale",
         "model.layers.{layer}.post_attention_layernorm.weight": "layers.post_attention_layernorm.scale",
         "model.norm.weight": "norm.scale",
         "lm_head.weight": "lm_head.embedding",
     }
-    """Hugging Face name -> our path; `layers` stands for any stack and pattern position."""
 
     def __init__(
         self,
@@ -203,9 +134,11 @@ class Decoder(nnx.Module):
         *,
         plans: Sequence[StackPlan],
         frequencies: Float32[np.ndarray, " half"],
+        attention_factor: float = 1.0,
         rngs: nnx.Rngs,
         remat: Remat = "none",
         loss: TextLoss | None = None,
+        router_loss: RouterLoss | None = None,
         vocab_multiple: int = 1,
     ):
         table = functools.partial(
@@ -215,19 +148,46 @@ class Decoder(nnx.Module):
         self.stacks = nnx.List([Stack(plan, remat=remat, rngs=rngs) for plan in plans])
         self.norm = RMSNorm("embed", config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
         self.lm_head = None if config.tie_word_embeddings else table(rngs=rngs)
-        self.frequencies = tuple(float(f) for f in frequencies)
-        self.config, self.loss = config, loss or TextLoss()
+        self.frequencies, self.attention_factor = tuple(float(f) for f in frequencies), attention_factor
+        self.config, self.loss, self.router_loss = config, loss or TextLoss(), router_loss or RouterLoss()
+        if router_loss is not None and not any(is_routed(block) for stack in self.stacks for block in stack.blocks):
+            raise UserError(f"{type(config).__name__}: a loss for the router is given, but no layer has experts")
 
     def __call__(self, batch: Batch) -> Outputs:
-        """Hidden states of every token, and the objective `text`."""
-        rotation = rope.rotation(batch.positions, np.asarray(self.frequencies, np.float32))
+        """Hidden states of every token, the objective `text`, and the objective `router` where layers have experts."""
+        rotation = rope.rotation(batch.positions, np.asarray(self.frequencies, np.float32), self.attention_factor)
         span = spans.causal(batch.segment_ids)
-        x = self.embed_tokens(batch.tokens)
+        real = batch.segment_ids > 0
+        x, routings = self.embed_tokens(batch.tokens), []
         for stack in self.stacks:
-            x = stack(x, rotation, span)
+            x, routing = stack(x, rotation, span, real)
+            routings.append(routing)
         hidden = self.norm(x)
-        objective, metrics = self.loss(hidden, self._head(), batch.targets, batch.weights, self.config.vocab_size)
-        return Outputs(hidden, {"text": objective}, metrics)
+        text, metrics = self.loss(hidden, self._head(), batch.targets, batch.weights, self.config.vocab_size)
+        objectives = {"text": text}
+        routing = in_layer_order(routings)
+        if routing is not None:
+            tokens = real.sum().astype(jnp.float32)
+            objectives["router"], more = self.router_loss(routing, tokens, self.config.router_aux_loss_coef)
+            metrics = metrics | more
+        return Outputs(hidden, objectives, metrics)
+
+    def after_step(self, params: Parameters, metrics: Mapping[str, Mean]) -> Parameters:
+        """The parameters that change by what a step counted, not by a gradient: corrections of the router.
+
+        `metrics` are those of `Outputs`, added over the whole batch.
+        """
+        changed, first = dict(params), 0
+        for index, stack in enumerate(self.stacks):
+            positions = [position for position, block in enumerate(stack.blocks) if is_routed(block)]
+            last = first + len(positions) * stack.repeats
+            for offset, position in enumerate(positions):
+                path = f"stacks.{index}.blocks.{position}.mlp.router.correction"
+                if path in params:
+                    load = metrics["router_load"][0][first + offset : last : len(positions)]
+                    changed[path] = corrected(params[path], load, self.router_loss.correction_rate)
+            first = last
+        return changed
 
     def logits(self, hidden: Float[Array, "B S E"]) -> Float[Array, "B S V"]:
         """float32 logits of the next token; for sampling and tests, as training never holds them all at once."""

@@ -1,17 +1,20 @@
 """Which families there are; `family_of` reads which one a Hugging Face folder holds."""
 
 import importlib
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from omnijax.errors import UserError
+from omnijax.hf_files import read_config
 
 FAMILIES = {
+    "deepseek_v3": "models.deepseek_v3:DeepseekV3",
+    "gpt_oss": "models.gpt_oss:GptOss",
     "llama": "models.llama:Llama",
     "qwen2": "models.qwen2:Qwen2",
     "qwen3": "models.qwen3:Qwen3",
+    "qwen3_moe": "models.qwen3_moe:Qwen3Moe",
 }
 """`model_type` of a `config.json` -> where its class is."""
 
@@ -21,12 +24,12 @@ def family_of(path: str | os.PathLike[str]) -> Any:
 
     Raises `UserError` where there is no `config.json`, or where its `model_type` is none of `FAMILIES`.
     """
-    return family_named(_read(path).get("model_type"), str(path))
+    return family_named(read_config(path).get("model_type"), str(path))
 
 
 def family_named(model_type: str | None, where: str) -> Any:
     """The class of a `model_type`; `where` stands in the `UserError` if there is none."""
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(f"{where}: model_type {model_type!r} is not supported; one of {', '.join(FAMILIES)}")
     module, name = FAMILIES[model_type].split(":")
     return getattr(importlib.import_module(module), name)
@@ -34,11 +37,4 @@ def family_named(model_type: str | None, where: str) -> Any:
 
 def hugging_face(path: str) -> Any:
     """The model config of a Hugging Face folder: `config.Train.model = @families.hugging_face()` in a gin file."""
-    return family_of(path).Config.from_hf(_read(path), name=str(Path(path) / "config.json"))
-
-
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise UserError(f"{path}: no config.json here; give the folder of a Hugging Face checkpoint")
-    return json.loads(file.read_text())
+    return family_of(path).Config.from_hf(read_config(path), name=str(Path(path) / "config.json"))

@@ -5,8 +5,9 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.decoder import Block, Decoder, DecoderConfig, StackPlan
+from models.decoder import Decoder, DecoderConfig
 from models.layers import GatedMLP, GroupedQueryAttention
+from models.stacks import Block, StackPlan
 from omnijax.nn.norms import RMSNorm
 from omnijax.nn.rope import Llama3Scaling, inverse_frequencies
 

@@ -5,8 +5,9 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.decoder import Block, Decoder, SlidingWindowConfig, StackPlan
+from models.decoder import Decoder, SlidingWindowConfig
 from models.layers import GatedMLP, GroupedQueryAttention
+from models.stacks import Block, StackPlan
 from omnijax.nn.norms import RMSNorm
 from omnijax.nn.rope import inverse_frequencies
 

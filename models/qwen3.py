@@ -5,8 +5,9 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from models.decoder import Block, Decoder, SlidingWindowConfig, StackPlan
+from models.decoder import Decoder, SlidingWindowConfig
 from models.layers import GatedMLP, GroupedQueryAttention
+from models.stacks import Block, StackPlan
 from omnijax.nn.norms import RMSNorm
 from omnijax.nn.rope import inverse_frequencies
 
@@ -49,24 +50,10 @@ class Qwen3(Decoder):
         c = config
 
         def block(rngs: nnx.Rngs) -> Block:
-            def norm(axis: str, width: int) -> RMSNorm:
-                return RMSNorm(axis, width, eps=c.rms_norm_eps, rngs=rngs)
-
             return Block(
-                input_layernorm=norm("embed", c.hidden_size),
-                self_attn=GroupedQueryAttention(
-                    width=c.hidden_size,
-                    num_heads=c.num_attention_heads,
-                    num_kv_heads=c.num_key_value_heads,
-                    head_dim=c.head_dim,
-                    std=c.initializer_range,
-                    bias=c.attention_bias,
-                    output_bias=c.attention_bias,
-                    q_norm=norm("head_dim", c.head_dim),
-                    k_norm=norm("head_dim", c.head_dim),
-                    rngs=rngs,
-                ),
-                post_attention_layernorm=norm("embed", c.hidden_size),
+                input_layernorm=RMSNorm("embed", c.hidden_size, eps=c.rms_norm_eps, rngs=rngs),
+                self_attn=normalised_attention(c, rngs),
+                post_attention_layernorm=RMSNorm("embed", c.hidden_size, eps=c.rms_norm_eps, rngs=rngs),
                 mlp=GatedMLP(width=c.hidden_size, hidden=c.intermediate_size, std=c.initializer_range, rngs=rngs),
             )
 
@@ -77,3 +64,20 @@ class Qwen3(Decoder):
             rngs=rngs,
             **options,
         )
+
+
+def normalised_attention(config: Any, rngs: nnx.Rngs) -> GroupedQueryAttention:
+    """Attention as every Qwen3 model has it: queries and keys are normalised, head by head."""
+    c = config
+    return GroupedQueryAttention(
+        width=c.hidden_size,
+        num_heads=c.num_attention_heads,
+        num_kv_heads=c.num_key_value_heads,
+        head_dim=c.head_dim,
+        std=c.initializer_range,
+        bias=c.attention_bias,
+        output_bias=c.attention_bias,
+        q_norm=RMSNorm("head_dim", c.head_dim, eps=c.rms_norm_eps, rngs=rngs),
+        k_norm=RMSNorm("head_dim", c.head_dim, eps=c.rms_norm_eps, rngs=rngs),
+        rngs=rngs,
+    )

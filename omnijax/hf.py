@@ -2,11 +2,10 @@
 
 import itertools
 import json
-import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,13 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import Array
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from omnijax import parameters
 from omnijax.errors import UserError
 from omnijax.hf_batch import to_batch as to_batch
+from omnijax.hf_files import files_by_tensor, open_tensors, read_config
+from omnijax.hf_layout import Names, Piece, from_tensor, pieces, tensor_shape, tensor_slices, to_tensor
 from omnijax.parameters import Description
 from omnijax.sharding import Rules
 
@@ -57,14 +57,12 @@ def load(
     `UserError` for a missing folder or file, and for tensors that are missing, unread, or of another shape.
     """
     folder = Path(path)
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise UserError(f"{folder}: no config.json here; give the folder of a Hugging Face checkpoint")
-    config = family.Config.from_hf(json.loads(config_file.read_text()), name=str(config_file))
+    config = family.Config.from_hf(read_config(folder), name=str(folder / "config.json"))
     model = parameters.abstract_model(config, **options)
     described = parameters.describe(model)
-    files = _files_by_tensor(folder)
-    sources = {path: _tensor_names(path, described, family.HF_NAMES) for path in described}
+    files = files_by_tensor(folder)
+    names = names_in(family, files)
+    sources = {path: pieces(path, described, names) for path in described}
     _account(folder, files, sources, tied=config.tie_word_embeddings)
     if mesh is None or rules is None:
         where: dict[str, Any] = dict.fromkeys(described, SingleDeviceSharding(jax.devices()[0]))
@@ -90,8 +88,8 @@ def save(
     """Write a Hugging Face folder that transformers loads: safetensors files, their index, and `config.json`.
 
     One layer of one parameter is on the host beside the file being written. `dtype` casts (default: as the model
-    has them); `like` is the folder the model came from: its `config.json` and tokenizer files are carried over.
-    Raises `UserError` where `path` already holds a model, or `like` another one.
+    has them); `like` is the folder the model came from: its `config.json`, tokenizer files and layout of tensors are
+    carried over. Raises `UserError` where `path` already holds a model, or `like` another one.
     """
     folder, leads = Path(path), jax.process_index() == 0
     if (folder / "config.json").exists():
@@ -100,8 +98,9 @@ def save(
     dtype = jnp.dtype(dtype or next(iter(values.values())).dtype)
     config = model.config.to_hf() if like is None else _config_like(model.config, Path(like))
     folder.mkdir(parents=True, exist_ok=True)
+    names = type(model).HF_NAMES if like is None else names_in(type(model), files_by_tensor(Path(like)))
     parts, total = [], 0
-    for number, part in enumerate(_parts(tensors(model, values), dtype, shard_bytes), 1):
+    for number, part in enumerate(_parts(tensors(model, values, names), dtype, shard_bytes), 1):
         if leads:
             save_file(part, folder / f"part-{number}", metadata={"format": "pt"})
         parts.append(list(part))
@@ -125,22 +124,30 @@ def save(
                 shutil.copy(Path(like) / name, folder / name)
 
 
-def tensors(model: Any, values: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:
+def tensors(model: Any, values: Mapping[str, Array], names: Names | None = None) -> Iterator[tuple[str, np.ndarray]]:
     """`values`, given by our parameter paths (weights, or gradients), under their Hugging Face names and layout.
 
-    They are fetched one layer at a time, by every process of a cluster alike.
+    `names` is the layout, by default that of the family's published checkpoints. One layer is fetched at a time, by
+    every process of a cluster alike.
     """
     described = parameters.describe(model)
     for path, value in values.items():
         each = described[path]
-        names = _tensor_names(path, described, type(model).HF_NAMES)
-        layers = [value] if each.axes[0] != "layers" else (value[layer] for layer in range(len(names)))
-        for name, layer in zip(names, layers, strict=True):
-            x = _to_host(layer)[: each.rows]
-            if each.inputs is not None:
-                outputs = math.prod(x.shape[each.inputs :])
-                x = x.reshape(-1, outputs).T if each.inputs else x.reshape(outputs)
-            yield name, x
+        found = pieces(path, described, names or type(model).HF_NAMES)
+        if each.axes[0] != "layers":
+            x = _to_host(value)[: each.rows]
+            yield from ((piece.name, to_tensor(x, piece, 0)) for piece in found)
+            continue
+        for layer, group in itertools.groupby(found, lambda piece: piece.fixed[0]):
+            x = _to_host(value[layer])
+            yield from ((piece.name, to_tensor(x, piece, 1)) for piece in group)
+
+
+def names_in(family: Any, tensors: Iterable[str]) -> Names:
+    """The layout of a checkpoint with these tensors: of those the family has, the one whose names are there."""
+    layouts = (family.HF_NAMES, *getattr(family, "HF_OTHER_NAMES", ()))
+    kinds = {re.sub(r"\d+", "#", name) for name in tensors}
+    return max(layouts, key=lambda names: len(kinds & {re.sub(r"\{\w+\}", "#", name) for name in names}))
 
 
 def _parts(
@@ -174,61 +181,20 @@ def _to_host(x: Array | np.ndarray) -> np.ndarray:
 
 
 def _config_like(config: Any, like: Path) -> dict[str, Any]:
-    original = json.loads((like / "config.json").read_text())
+    original = read_config(like)
     if type(config).from_hf(original, name=str(like / "config.json")) != config:
         raise UserError(f"{like / 'config.json'} describes another model than the one to save; leave `like` out")
     return {key: value for key, value in original.items() if key not in ("dtype", "torch_dtype")}
 
 
-def _files_by_tensor(folder: Path) -> dict[str, Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files = {name: folder / file for name, file in weight_map.items()}
-        if missing := sorted({file.name for file in files.values() if not file.is_file()}):
-            raise UserError(f"{index}: lists {', '.join(missing)}, which the folder lacks; fetch the missing files")
-        return files
-    file = folder / "model.safetensors"
-    if not file.is_file():
-        raise UserError(f"{folder}: neither model.safetensors nor model.safetensors.index.json here")
-    with safe_open(file, framework="numpy") as tensors:
-        return dict.fromkeys(tensors.keys(), file)
-
-
-def _tensor_names(path: str, described: Mapping[str, Description], table: Mapping[str, str]) -> list[str]:
-    """Names of the tensors one of our parameters is made of: one, or one a layer if it is stacked."""
-    match = re.fullmatch(r"stacks\.(\d+)\.blocks\.(\d+)\.(.*)", path)
-    key = f"layers.{match[3]}" if match else path
-    names = {ours: theirs for theirs, ours in table.items()}
-    if key not in names:
-        raise KeyError(f"the family's HF_NAMES has no line for {path}")
-    if not match:
-        return [names[key]]
-    stack, position = int(match[1]), int(match[2])
-    first = sum(layers for other, (layers, _) in _stacks(described).items() if other < stack)
-    layers, period = _stacks(described)[stack]
-    return [names[key].format(layer=first + layer) for layer in range(position, layers, period)]
-
-
-def _stacks(described: Mapping[str, Description]) -> dict[int, tuple[int, int]]:
-    """(layers, period) of every stack."""
-    stacks: dict[int, tuple[int, int]] = {}
-    for path, each in described.items():
-        if match := re.match(r"stacks\.(\d+)\.blocks\.(\d+)\.", path):
-            stack, period = int(match[1]), int(match[2]) + 1
-            period = max(period, stacks.get(stack, (0, 0))[1])
-            stacks[stack] = (each.shape[0] * period, period)
-    return stacks
-
-
-def _account(folder: Path, files: Mapping[str, Path], sources: Mapping[str, list[str]], *, tied: bool) -> None:
+def _account(folder: Path, files: Mapping[str, Path], sources: Mapping[str, list[Piece]], *, tied: bool) -> None:
     """Every tensor is read, and every parameter has its tensors; else a `UserError` lists the names."""
-    wanted = set(itertools.chain.from_iterable(sources.values()))
+    wanted = {piece.name for found in sources.values() for piece in found}
     unread = {name for name in set(files) - wanted if not DERIVED.match(name)}
     if tied and "lm_head.weight" in unread:  # some exporters write the tied head a second time
         unread.remove("lm_head.weight")
         head, embedding = (
-            _read_whole(files, name) for name in ("lm_head.weight", sources["embed_tokens.embedding"][0])
+            _read_whole(files, name) for name in ("lm_head.weight", sources["embed_tokens.embedding"][0].name)
         )
         if not np.array_equal(head, embedding):
             raise UserError(f"{folder}: tie_word_embeddings is true but lm_head.weight differs from the embedding")
@@ -238,67 +204,45 @@ def _account(folder: Path, files: Mapping[str, Path], sources: Mapping[str, list
 
 
 def _read_whole(files: Mapping[str, Path], name: str) -> np.ndarray:
-    with safe_open(files[name], framework="numpy") as tensors:
+    with open_tensors(files[name]) as tensors:
         return tensors.get_tensor(name)
 
 
 def _reader(
-    files: Mapping[str, Path], names: list[str], described: Description, dtype: np.dtype, folder: Path
+    files: Mapping[str, Path], sources: list[Piece], described: Description, dtype: np.dtype, folder: Path
 ) -> Callable[[Any], np.ndarray]:
     """A callback that reads the part of a parameter one device holds."""
-    stacked = described.axes[0] == "layers"
-    shape = described.shape[1:] if stacked else described.shape
-    if described.rows is not None:
-        shape = (described.rows, *shape[1:])
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
-        inner = index[1:] if stacked else index
-        chosen = names[index[0]] if stacked else names
-        parts = [_read_slice(files, name, shape, described.inputs, inner, folder) for name in chosen]
-        parts = [_cast(part, dtype, name) for name, part in zip(chosen, parts, strict=True)]
-        if described.rows is not None:
-            return _filled_up(parts[0], inner[0], described.shape[0])
-        return np.stack(parts) if stacked else parts[0]
+        ranges = [range(*cut.indices(size)) for cut, size in zip(index, described.shape, strict=True)]
+        out = np.zeros([len(held) for held in ranges], dtype)  # zeros, as rows that fill up a table are
+        for piece in sources:
+            if all(number in ranges[axis] for axis, number in piece.fixed.items()):
+                part = _cast(_read_piece(files, piece, described, index, folder), dtype, piece.name)
+                place = [slice(None)] * out.ndim
+                if described.rows is not None:
+                    place[0] = slice(0, len(part))
+                where = [
+                    piece.fixed[axis] - ranges[axis][0] if axis in piece.fixed else place[axis]
+                    for axis in range(out.ndim)
+                ]
+                out[tuple(where)] = part
+        return out
 
     return read
 
 
-def _filled_up(part: np.ndarray, wanted: slice, rows: int) -> np.ndarray:
-    """A part of a table with the rows of zeros that fill up `wanted` of its `rows`."""
-    start, stop, _ = wanted.indices(rows)
-    return np.pad(part, ((0, stop - start - len(part)), (0, 0)))
-
-
-def _read_slice(
-    files: Mapping[str, Path],
-    name: str,
-    shape: tuple[int, ...],
-    inputs: int | None,
-    index: tuple[slice, ...],
-    folder: Path,
+def _read_piece(
+    files: Mapping[str, Path], piece: Piece, described: Description, index: tuple[slice, ...], folder: Path
 ) -> np.ndarray:
-    """Part `index` of a tensor in our layout; theirs is `[outputs, inputs]` of a linear map, each flattened."""
-    axes = list(range(len(shape)))
-    groups = (
-        [[axis] for axis in axes] if inputs is None else [group for group in (axes[inputs:], axes[:inputs]) if group]
-    )
-    with safe_open(files[name], framework="numpy") as tensors:
-        tensor = tensors.get_slice(name)
-        expected = [math.prod(shape[axis] for axis in group) for group in groups]
-        if list(tensor.get_shape()) != expected:
-            raise UserError(f"{folder}: {name} has shape {tensor.get_shape()}, config.json makes it {expected}")
-        ranges = []
-        for outer, *inner in groups:
-            start, stop, _ = index[outer].indices(shape[outer])
-            stride = math.prod(shape[axis] for axis in inner)
-            ranges.append(slice(start * stride, stop * stride))
-        block = tensor[tuple(ranges)]
-    if not jnp.issubdtype(block.dtype, jnp.floating):
-        raise UserError(f"{folder}: {name} is {block.dtype}, not floating point; quantised weights are not supported")
-    # The outermost axis of each group is cut by now: unflatten, order as ours, cut the others.
-    sizes: list[int] = []
-    for rows, (_, *inner) in zip(block.shape, groups, strict=True):
-        sizes += [rows // math.prod(shape[axis] for axis in inner), *(shape[axis] for axis in inner)]
-    block = block.reshape(sizes).transpose(np.argsort([axis for group in groups for axis in group]))
-    outermost = {group[0] for group in groups}
-    return block[tuple(slice(None) if axis in outermost else index[axis] for axis in axes)]
+    """What part `index` of a parameter has of one tensor."""
+    with open_tensors(files[piece.name]) as opened:
+        tensor = opened.get_slice(piece.name)
+        if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+            what = f"{folder}: {piece.name} is {tensor.get_dtype()}, not floating point of 16 bits or more"
+            raise UserError(f"{what}; quantised weights are not supported")
+        found, expected = list(tensor.get_shape()), list(tensor_shape(described, piece))
+        if found != expected:
+            raise UserError(f"{folder}: {piece.name} has shape {found}, config.json makes it {expected}")
+        block = tensor[tensor_slices(described, piece, index)]
+    return from_tensor(block, described, piece, index)

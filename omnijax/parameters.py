@@ -22,14 +22,16 @@ Parameters = dict[str, Array]
 class Description:
     """What is known of a parameter without its values.
 
-    inputs: how many axes a kernel contracts
-    rows:   real rows of a table that is filled up
+    inputs:  how many axes a kernel contracts
+    rows:    real rows of a table that is filled up
+    precise: whether a forward pass needs it in float32
     """
 
     axes: tuple[str | None, ...]
     shape: tuple[int, ...]
     inputs: int | None = None
     rows: int | None = None
+    precise: bool | None = None
 
 
 def split(model: nnx.Module) -> tuple[nnx.GraphDef, Parameters]:
@@ -54,7 +56,9 @@ def describe(model: nnx.Module) -> dict[str, Description]:
     """Axis names and shape of every parameter; `model` may be abstract."""
     return {
         path: Description(
-            variable.axes, variable.shape, *(variable.get_metadata().get(name) for name in ("inputs", "rows"))
+            variable.axes,
+            variable.shape,
+            *(variable.get_metadata().get(name) for name in ("inputs", "rows", "precise")),
         )
         for path, variable in _variables(nnx.state(model))
     }
@@ -95,9 +99,10 @@ def build_model(config: Any, mesh: Mesh, rules: Rules, *, seed: int = 0, **optio
     return merge(nnx.graphdef(abstract), make(jax.random.key(seed, impl="threefry2x32")))
 
 
-def cast(parameters: Mapping[str, Array], dtype: jnp.dtype) -> Parameters:
-    """The parameters a forward pass computes with."""
-    return {path: value.astype(dtype) for path, value in parameters.items()}
+def cast(parameters: Mapping[str, Array], dtype: jnp.dtype, model: nnx.Module) -> Parameters:
+    """The parameters a forward pass of `model` computes with: in `dtype`, but for those it needs in float32."""
+    precise = {path for path, each in describe(model).items() if each.precise}
+    return {path: value if path in precise else value.astype(dtype) for path, value in parameters.items()}
 
 
 def _variables(state: nnx.State) -> list[tuple[str, nnx.Variable]]:

@@ -35,7 +35,13 @@ PARAMETER_AXES = {
     "heads": "query heads",
     "kv_heads": "key and value heads",
     "head_dim": "width of one head",
+    "latent": "narrow vector that queries, or keys and values, of all heads are made of",
+    "latent_out": "the same, where a kernel makes it",
     "mlp": "hidden width of a feed-forward layer",
+    "experts": "experts of a layer",
+    "expert_embed": "width of the residual stream in an expert",
+    "expert_mlp": "hidden width of an expert",
+    "router_experts": "experts, as the router scores them",
 }
 
 ACTIVATION_AXES = {
@@ -66,21 +72,33 @@ def lines(**table: str) -> tuple[Line, ...]:
 
 
 AttentionLayout = Literal["ulysses", "ring"]
+ExpertLayout = Literal["all_gather", "all_to_all"]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How queries meet keys where `length` is split. Anything else is a `UserError`.
+    """How queries meet keys where `length` is split, and tokens their experts where `experts` is. Else a `UserError`.
 
-    ulysses: tokens are exchanged for heads, so that each device has all tokens of some heads, as the lines
-             `attention_length` and `attention_heads` say
-    ring:    queries stay where they are and keys travel from device to device, so that `length` needs no heads to split
+    attention:
+        ulysses: tokens are exchanged for heads, so that each device has all tokens of some heads, as the lines
+                 `attention_length` and `attention_heads` say
+        ring:    queries stay where they are and keys travel from device to device, so that `length` needs no heads to
+                 split
+    moe:
+        all_gather: every device sees the tokens of all devices it shares experts with, and none is ever dropped
+        all_to_all: a device sends each other one at most `capacity` times an even share of its choices; what is beyond
+                    is dropped, and counted
     """
 
     attention: AttentionLayout = "ulysses"
+    moe: ExpertLayout = "all_gather"
+    capacity: float = 1.25
 
     def __post_init__(self) -> None:
         _check_name(self.attention, get_args(AttentionLayout), "layout", kind="attention")
+        _check_name(self.moe, get_args(ExpertLayout), "layout", kind="moe")
+        if not self.capacity > 0:
+            raise UserError(f"layout: capacity {self.capacity} must be positive; 1 is an even share, 1.25 the default")
 
 
 @dataclass(frozen=True)
@@ -98,6 +116,8 @@ class Rules:
                 _check_name(line.name, vocabulary, f"{section} table")
                 if line.name in seen:
                     raise UserError(f"{section} table: axis '{line.name}' has two lines; keep one")
+                if line.optional and section == "activations":
+                    raise UserError(f"activations table: '{line.name}' is optional, as every line here; drop the word")
                 seen.add(line.name)
 
 
@@ -216,6 +236,17 @@ def activation_spec(shape: Sequence[int], *names: str | None) -> PartitionSpec |
     if recorder is not None:
         recorder.append(placement)
     return placement.spec
+
+
+def parameter_spec(names: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec | None:
+    """Where a parameter lives under the table in use; None where there is none. For code that gathers its own weights.
+
+    Raises `UserError` as `place` does.
+    """
+    rules, sizes = current_rules(), _automatic_sizes()
+    if rules is None or not sizes:
+        return None
+    return place(rules.parameters, names, shape, sizes, f"parameter {label(names, shape)}").spec
 
 
 def split_count(name: str, size: int | None = None) -> int:

@@ -72,9 +72,10 @@ def train_step(
     Call the step inside `sharding.use`.
     """
     graphdef, shardings = nnx.graphdef(model), state_shardings(model, optimizer, mesh, rules)
+    after_step = getattr(model, "after_step", lambda params, metrics: params)
 
     def forward(params: Parameters, batch: Batch) -> Outputs:
-        return parameters.merge(graphdef, parameters.cast(params, dtype))(batch)
+        return parameters.merge(graphdef, parameters.cast(params, dtype, model))(batch)
 
     def scaled_loss(params: Parameters, batch: Batch, weights: Mapping[str, Array] | None) -> tuple[Array, tuple]:
         outputs = forward(params, batch)
@@ -108,7 +109,7 @@ def train_step(
         (loss, (metrics, weight)), grads = gradients(state.params, batch)
         grads = jax.lax.with_sharding_constraint(grads, shardings.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params = after_step(optax.apply_updates(state.params, updates), metrics)
         report = {name: total / _at_least_one(count) for name, (total, count) in metrics.items()}
         report |= {"loss": loss, "grad_norm": optax.tree.norm(grads), "weight": weight}
         return TrainState(state.step + 1, params, opt_state), report
@@ -123,7 +124,7 @@ def evaluation_step(
     graphdef = nnx.graphdef(model)
 
     def evaluate(params: Parameters, batch: Batch) -> dict[str, Mean]:
-        return parameters.merge(graphdef, parameters.cast(params, dtype))(batch).metrics
+        return parameters.merge(graphdef, parameters.cast(params, dtype, model))(batch).metrics
 
     return jax.jit(evaluate)
 

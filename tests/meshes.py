@@ -18,6 +18,10 @@ MESHES = {
     "sequence 8": {"data": 1, "sequence": 8},
     "sequence 4 x data 2": {"sequence": 4, "data": 2},
     "data 2 x sequence 2 x tensor 2": {"data": 2, "sequence": 2, "tensor": 2},
+    "expert 4 x data 2": {"data": 2, "expert": 4},
+    "expert 8": {"data": 1, "expert": 8},
+    "expert 2 x sequence 2 x data 2": {"data": 2, "expert": 2, "sequence": 2},
+    "expert 2 x tensor 2 x sequence 2": {"data": 1, "expert": 2, "sequence": 2, "tensor": 2},
 }
 
 

@@ -46,7 +46,9 @@ CASES = sorted(path.parent for path in laws.GOLDEN.glob("*/*/case.json"))
 
 
 @pytest.mark.parametrize("batch", ["padded", "packed"])
-@pytest.mark.parametrize("case", [case for case in CASES if case.parent.name != "qwen3"], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.parent.name in ("llama", "qwen2")], ids=lambda case: case.name
+)
 def test_parity(case: Path, batch: str) -> None:
     laws.parity(case, batch)
 

@@ -236,14 +236,14 @@ def test_only_the_held_slices_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     """On eight devices no read of a large tensor is larger than an eighth."""
     numbered_folder(tmp_path / "model", DIVISIBLE)
     sizes = []
-    read = hf._read_slice
+    read = hf._read_piece
 
-    def spy(files, name, *rest):
-        block = read(files, name, *rest)
-        sizes.append((name, block.size))
+    def spy(files, piece, *rest):
+        block = read(files, piece, *rest)
+        sizes.append((piece.name, block.size))
         return block
 
-    monkeypatch.setattr(hf, "_read_slice", spy)
+    monkeypatch.setattr(hf, "_read_piece", spy)
     with on("data 8", rules.table()) as mesh:
         jax.block_until_ready(parameters.split(hf.load(Qwen3, tmp_path / "model", mesh=mesh, rules=rules.table()))[1])
     assert {size for name, size in sizes if name.endswith("up_proj.weight")} == {56 * 48 // 8}

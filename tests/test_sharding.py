@@ -189,7 +189,7 @@ def test_parameters_and_table_must_fit(table: dict[str, str], names: tuple[str, 
         ({"tensor": 3}, "data takes the devices that are left, but the 8 here are no multiple of 3; give its size"),
         ({"tensor": 16}, "data takes the devices that are left, but the 8 here are no multiple of 16;"),
         ({"tensor": -1}, "data -1 x expert 1 x sequence 1 x tensor -1: only one size may be -1, not data and tensor"),
-        ({"tensor": 0}, "tensor 0: a size is a positive number, or -1 for all devices that are left"),
+        ({"tensor": 0}, "tensor 0: a size is a positive integer, or -1 for all devices that are left"),
         ({"replica": -2}, "mesh replica -2 x data -1"),
     ],
 )
@@ -433,7 +433,7 @@ def test_inspect_shows_meshes_of_more_devices_than_there_are() -> None:
     [
         (["Mesh.data=1", "Mesh.tensor=8"], "o_proj.kernel: axis 'heads' of size 4 is not divided by tensor = 8"),
         (["Mesh.data=1", "Mesh.sequence=3"], "axis 'length' of size 128 is not divided by sequence = 3"),
-        (["Mesh.data=0"], "data 0 x expert 1 x sequence 1 x tensor 1: a size is a positive number"),
+        (["Mesh.data=0"], "data 0 x expert 1 x sequence 1 x tensor 1: a size is a positive integer"),
         (["Mesh.data=-1", "Mesh.tensor=-1"], "only one size may be -1, not data and tensor"),
         (["Mesh.tensor=3"], "data takes the devices that are left, but the 8 here are no multiple of 3"),
     ],
@@ -457,6 +457,7 @@ def test_inspect_refuses_in_one_line() -> None:
 
 FLOOR_0 = ("sharding.py", "batch.py", "objectives.py", "errors.py", "nn/*.py")
 FLOOR_0_MODULES = ("omnijax.sharding", "omnijax.batch", "omnijax.objectives", "omnijax.errors", "omnijax.nn")
+PARAMETERS = ("omnijax.parameters", "omnijax.hf_layout")
 OURS = ("omnijax", "models", "sharding_rules")
 COMMANDS = {f"omnijax/{name}.py" for name in ("train", "inspect", "generate", "convert", "commands")}
 
@@ -484,7 +485,7 @@ def imported(path: Path) -> set[str]:
     ("patterns", "allowed"),
     [
         ([f"omnijax/{pattern}" for pattern in FLOOR_0], FLOOR_0_MODULES),
-        (["models/**/*.py"], (*FLOOR_0_MODULES, "models")),
+        (["models/**/*.py"], (*FLOOR_0_MODULES, "omnijax.fields", "omnijax.hf_files", *PARAMETERS, "models")),
         (["sharding_rules/**/*.py"], ("omnijax.sharding", "sharding_rules")),
         (["omnijax/**/*.py"], ("omnijax",)),
     ],

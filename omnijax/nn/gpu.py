@@ -20,6 +20,8 @@ from omnijax.nn.spans import Span
 from omnijax.sharding import activation_spec
 
 _MEND = "use the kernel blockwise"
+MAX_DOCUMENTS = 64
+"""How many documents, and gaps between them, a row may have for cuDNN to compute it."""
 
 
 def cudnn(
@@ -31,7 +33,7 @@ def cudnn(
     scale: float,
     sinks: Float[Array, "H"] | None = None,
     soft_cap: float | None = None,
-    max_documents: int = 64,
+    max_documents: int = MAX_DOCUMENTS,
 ) -> Float[Array, "B S H Dv"]:
     """`omnijax.nn.attention.reference` by cuDNN's packed layout, which needs Hopper or newer and cuDNN 9.6 or newer.
 

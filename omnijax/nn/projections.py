@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from omnijax.sharding import constrain, split_count
 
-Axes = Sequence[tuple[str, int]]
-"""Named sizes, e.g. `(("heads", 6), ("head_dim", 12))`."""
+Axes = Sequence[tuple[str | None, int]]
+"""Named sizes, e.g. `(("heads", 6), ("head_dim", 12))`; an axis without a name is never split."""
 
 
 def param(rngs: nnx.Rngs, init: Callable[..., Array], axes: Axes, **metadata: Any) -> nnx.Param:

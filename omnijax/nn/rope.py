@@ -3,11 +3,14 @@
 Phases, cosines and sines are float32 whatever the model computes in: a bf16 phase is wrong by whole turns at 4,096.
 """
 
+import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Float64, Int
+
+from omnijax.errors import UserError
 
 Rotation = tuple[Float32[Array, "B S half"], Float32[Array, "B S half"]]
 """Cosine and sine of every token's phases."""
@@ -26,24 +29,90 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_position_embeddings: int
 
+    def kept(self, frequencies: Float64[np.ndarray, " half"], theta: float) -> Float64[np.ndarray, " half"]:
+        """The share of each pair's own frequency in the mix."""
+        turns = self.original_max_position_embeddings * frequencies / (2 * np.pi)
+        return np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
 
-def inverse_frequencies(
-    head_dim: int, theta: float, scaling: Llama3Scaling | None = None
-) -> Float32[np.ndarray, " half"]:
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """How YaRN stretches a context (Peng et al. 2023, arXiv 2309.00071, sec. 3.2 and 3.4, and its code).
+
+    Pairs that turn more than `beta_fast` times over the original context keep their frequency, those that turn fewer
+    than `beta_slow` times are slowed by `factor`; in between the two are mixed linearly in the index of the pair.
+    `truncate` widens the range of mixed pairs to whole indices.
+
+    Cosines and sines are multiplied by `attention_factor`. Where it is None, that is the paper's 0.1 ln(factor) + 1
+    or, if both are given, `magnitude` of `mscale` over that of `mscale_all_dim`, as in DeepSeek's code.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.factor < 1 or self.original_max_position_embeddings < 1 or not 0 < self.beta_slow < self.beta_fast:
+            raise UserError(f"{self}: needs factor >= 1, a positive original context, and 0 < beta_slow < beta_fast")
+
+    @property
+    def context(self) -> int:
+        """Tokens of the stretched context."""
+        return round(self.factor * self.original_max_position_embeddings)
+
+    def kept(self, frequencies: Float64[np.ndarray, " half"], theta: float) -> Float64[np.ndarray, " half"]:
+        """The share of each pair's own frequency in the mix."""
+        half, context = len(frequencies), self.original_max_position_embeddings
+        # Pair i turns context / (2 pi) * theta ** (-i / half) times; the pairs that turn so often:
+        first, last = (
+            half * math.log(context / (2 * np.pi * turns)) / math.log(theta)
+            for turns in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * half - 1)
+        return 1 - np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0, 1)
+
+
+Scaling = Llama3Scaling | YarnScaling
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: Scaling | None = None) -> Float32[np.ndarray, " half"]:
     """Radians per position of each pair of channels: `theta ** (-2 i / head_dim)`, then scaled."""
     frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is not None:
-        turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
-        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        kept = np.clip(kept, 0, 1)
+        kept = scaling.kept(frequencies, theta)
         frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
     return frequencies.astype(np.float32)
 
 
-def rotation(positions: Int[Array, "B S"], frequencies: Float32[np.ndarray, " half"]) -> Rotation:
-    """Cosine and sine tables of `positions`."""
+def magnitude(factor: float, weight: float = 1.0) -> float:
+    """How much longer queries and keys should be in a context `factor` times as long (YaRN, eq. 22, for weight 1)."""
+    return 0.1 * weight * math.log(factor) + 1.0
+
+
+def attention_factor(scaling: Scaling | None) -> float:
+    """What cosines and sines are multiplied by."""
+    if not isinstance(scaling, YarnScaling):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return magnitude(scaling.factor, scaling.mscale) / magnitude(scaling.factor, scaling.mscale_all_dim)
+    return magnitude(scaling.factor)
+
+
+def rotation(
+    positions: Int[Array, "B S"], frequencies: Float32[np.ndarray, " half"], attention_factor: float = 1.0
+) -> Rotation:
+    """Cosine and sine tables of `positions`, each times `attention_factor`."""
     phase = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(phase), jnp.sin(phase)
+    return jnp.cos(phase) * attention_factor, jnp.sin(phase) * attention_factor
 
 
 def rotate(x: Float[Array, "B S H D"], by: Rotation) -> Float[Array, "B S H D"]:
@@ -52,3 +121,11 @@ def rotate(x: Float[Array, "B S H D"], by: Rotation) -> Float[Array, "B S H D"]:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
+
+
+def deinterleave(x: Float[Array, "B S H D"]) -> Float[Array, "B S H D"]:
+    """Even channels, then odd ones: brings the pairs (2 i, 2 i + 1) where `rotate` looks for pairs.
+
+    As queries and keys are reordered alike, their products stay what they are.
+    """
+    return jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)

@@ -1,0 +1,143 @@
+"""Where a checkpoint's tensors lie in our parameters: which part each one is, and in what order its axes stand.
+
+A linear map's tensor is `[outputs, inputs]`, each flattened; ours keeps every axis, inputs first. Layers, and often
+experts, are tensors of their own there and stacked here.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnijax.parameters import Description
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a tensor holds of the parameter `path`, where that is not simply all of a layer.
+
+    index:        the item of the parameter's axis without a name, e.g. 0 for the gate of a kernel of gate and up
+    inputs_first: whether the tensor is `[inputs, outputs]`
+    """
+
+    path: str
+    index: int | None = None
+    inputs_first: bool = False
+
+
+Names = Mapping[str, str | Part]
+"""Hugging Face name -> our path, or part of it. In names `{layer}` and `{expert}` are numbers, in paths `layers` stands
+for any stack and pattern position."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor: the part of a parameter where the axes `fixed` have these indices.
+
+    groups: our other axes in the order of theirs; each group is one axis of the tensor
+    """
+
+    name: str
+    fixed: dict[int, int]
+    groups: tuple[tuple[int, ...], ...]
+
+
+def pieces(path: str, described: Mapping[str, Description], names: Names) -> list[Piece]:
+    """The tensors a parameter is made of, layer by layer."""
+    each, match = described[path], re.fullmatch(r"stacks\.(\d+)\.blocks\.(\d+)\.(.*)", path)
+    key = f"layers.{match[3]}" if match else path
+    parts = [
+        (name, value if isinstance(value, Part) else Part(value))
+        for name, value in names.items()
+        if key == (value.path if isinstance(value, Part) else value)
+    ]
+    if not parts:
+        raise KeyError(f"the family's HF_NAMES has no line for {path}")
+    layers: list[tuple[int | None, dict[int, int]]] = [(None, {})]
+    if match:
+        stack, position = int(match[1]), int(match[2])
+        sizes = _stacks(described)
+        first, (count, period) = sum(n for other, (n, _) in sizes.items() if other < stack), sizes[stack]
+        layers = [(first + position + period * number, {0: number}) for number in range(count // period)]
+    found = []
+    for layer, at_layer in layers:
+        for name, part in parts:
+            at_part = at_layer if part.index is None else at_layer | {each.axes.index(None): part.index}
+            if "{expert}" in name:
+                axis = each.axes.index("experts")
+                options = [(expert, at_part | {axis: expert}) for expert in range(each.shape[axis])]
+            else:
+                options = [(None, at_part)]
+            for expert, fixed in options:
+                groups = _groups(each, fixed, inputs_first=part.inputs_first)
+                found.append(Piece(name.format(layer=layer, expert=expert), fixed, groups))
+    return found
+
+
+def tensor_shape(described: Description, piece: Piece) -> tuple[int, ...]:
+    """The shape of a piece's tensor, without the rows that fill up a table."""
+    sizes = list(described.shape)
+    if described.rows is not None:
+        sizes[0] = described.rows
+    return tuple(math.prod(sizes[axis] for axis in group) for group in piece.groups)
+
+
+def to_tensor(x: np.ndarray, piece: Piece, first_axis: int) -> np.ndarray:
+    """The tensor of a piece; `x` holds the parameter's axes from `first_axis` on."""
+    chosen = x[tuple(piece.fixed.get(first_axis + axis, slice(None)) for axis in range(x.ndim))]
+    kept = [first_axis + axis for axis in range(x.ndim) if first_axis + axis not in piece.fixed]
+    order = [kept.index(axis) for group in piece.groups for axis in group]
+    sizes = dict(zip(kept, chosen.shape, strict=True))
+    return chosen.transpose(order).reshape([math.prod(sizes[axis] for axis in group) for group in piece.groups])
+
+
+def tensor_slices(described: Description, piece: Piece, index: tuple[slice, ...]) -> tuple[slice, ...]:
+    """The slices of a piece's tensor that hold part `index` of the parameter; only outermost axes are cut."""
+    ranges = []
+    for outer, *inner in piece.groups:
+        start, stop, _ = index[outer].indices(_size(described, outer))
+        stride = math.prod(described.shape[axis] for axis in inner)
+        ranges.append(slice(start * stride, stop * stride))
+    return tuple(ranges)
+
+
+def from_tensor(block: np.ndarray, described: Description, piece: Piece, index: tuple[slice, ...]) -> np.ndarray:
+    """Part `index` of the parameter, less the axes that are fixed, from what `tensor_slices` cut out."""
+    sizes: list[int] = []
+    for rows, (_, *inner) in zip(block.shape, piece.groups, strict=True):
+        sizes += [
+            rows // math.prod(described.shape[axis] for axis in inner),
+            *(described.shape[axis] for axis in inner),
+        ]
+    axes = [axis for group in piece.groups for axis in group]
+    block = block.reshape(sizes).transpose(np.argsort(axes))
+    outermost = {group[0] for group in piece.groups}
+    return block[tuple(slice(None) if axis in outermost else index[axis] for axis in sorted(axes))]
+
+
+def _size(described: Description, axis: int) -> int:
+    return described.rows if axis == 0 and described.rows is not None else described.shape[axis]
+
+
+def _groups(described: Description, fixed: Mapping[int, int], *, inputs_first: bool) -> tuple[tuple[int, ...], ...]:
+    axes = described.axes
+    leading = [axis for axis, name in enumerate(axes) if name in ("layers", "experts") and axis not in fixed]
+    rest = [axis for axis, name in enumerate(axes) if name not in ("layers", "experts") and axis not in fixed]
+    if described.inputs is None:
+        return tuple((axis,) for axis in leading + rest)
+    inputs, outputs = tuple(rest[: described.inputs]), tuple(rest[described.inputs :])
+    ordered = (inputs, outputs) if inputs_first else (outputs, inputs)
+    return (*((axis,) for axis in leading), *(group for group in ordered if group))
+
+
+def _stacks(described: Mapping[str, Description]) -> dict[int, tuple[int, int]]:
+    """(layers, period) of every stack."""
+    stacks: dict[int, tuple[int, int]] = {}
+    for path, each in described.items():
+        if match := re.match(r"stacks\.(\d+)\.blocks\.(\d+)\.", path):
+            stack, period = int(match[1]), int(match[2]) + 1
+            period = max(period, stacks.get(stack, (0, 0))[1])
+            stacks[stack] = (each.shape[0] * period, period)
+    return stacks
