@@ -92,24 +92,24 @@ class GatedExperts(nnx.Module):
     """
 
     HF_NAMES: ClassVar[Names] = {
-        "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight": Part("layers.mlp.experts.gate_up", index=0),
-        "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight": Part("layers.mlp.experts.gate_up", index=1),
-        "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight": "layers.mlp.experts.down",
+        "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight": Part("layers.mlp.experts.gate_up_kernel", index=0),
+        "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight": Part("layers.mlp.experts.gate_up_kernel", index=1),
+        "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight": "layers.mlp.experts.down_kernel",
     }
     HF_FUSED_NAMES: ClassVar[Names] = {
-        "model.layers.{layer}.mlp.experts.gate_up_proj": "layers.mlp.experts.gate_up",
-        "model.layers.{layer}.mlp.experts.down_proj": "layers.mlp.experts.down",
+        "model.layers.{layer}.mlp.experts.gate_up_proj": "layers.mlp.experts.gate_up_kernel",
+        "model.layers.{layer}.mlp.experts.down_proj": "layers.mlp.experts.down_kernel",
     }
 
     def __init__(self, *, width: int, hidden: int, experts: int, std: float, rngs: nnx.Rngs):
         init = nnx.initializers.normal(std)
         count, embed, mlp = ("experts", experts), ("expert_embed", width), ("expert_mlp", hidden)
-        self.gate_up = param(rngs, init, (count, embed, (None, 2), mlp), inputs=1)
-        self.down = param(rngs, init, (count, mlp, embed), inputs=1)
+        self.gate_up_kernel = param(rngs, init, (count, embed, (None, 2), mlp), inputs=1)
+        self.down_kernel = param(rngs, init, (count, mlp, embed), inputs=1)
 
     @staticmethod
     def expert(kernels: Mapping[str, Array], x: Float[Array, "n D"], weight: Float[Array, " n"], rows: Rows) -> Array:
         """What experts make of rows; the weight comes before the last product, which spares its gradient a product."""
-        gate, up = jnp.unstack(rows.dot(x, kernels["gate_up"]), axis=1)
+        gate, up = jnp.unstack(rows.dot(x, kernels["gate_up_kernel"]), axis=1)
         hidden = jax.nn.silu(gate) * up * weight[:, None].astype(x.dtype)
-        return rows.dot(hidden, kernels["down"])
+        return rows.dot(hidden, kernels["down_kernel"])

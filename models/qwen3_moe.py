@@ -50,7 +50,8 @@ class Qwen3MoeConfig(SlidingWindowConfig):
         super().__post_init__()
         if not 0 < self.num_experts_per_tok <= self.num_experts:
             raise UserError(
-                f"Qwen3MoeConfig: {self.num_experts_per_tok} experts a token must be 1 to {self.num_experts}, all there are"
+                f"Qwen3MoeConfig.num_experts_per_tok = {self.num_experts_per_tok} must lie in 1..{self.num_experts}, "
+                f"the number of experts"
             )
         for name in ("moe_intermediate_size", "decoder_sparse_step"):
             if getattr(self, name) < 1:

@@ -3,6 +3,7 @@
 `python -m omnijax.train FILE.gin Mesh.tensor=2` overrides any field by a unique suffix of its name.
 """
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from omnijax.data.tokenizer import Tokenizer
 from omnijax.errors import UserError
 from omnijax.fields import ranged
 from omnijax.nn.remat import Remat
+from omnijax.nn.router import RouterLoss
 from omnijax.objectives import TextLoss
 from omnijax.sharding import Rules
 
@@ -37,9 +39,9 @@ class Run:
     seed: int = ranged(0, at_least=0)
     start: str | None = None
     resume: bool = True
-    profile: tuple[int, int] | None = None
+    profile: tuple[int, int] | None = ranged(None, at_least=1)
     compile_cache: str = "~/.cache/omnijax/xla"
-    peak_tflops: float | None = None
+    peak_tflops: float | None = ranged(None, above=0.0)
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Train:
-    """The root of a config. `model` is a model config (`models.*`), `rules` a table (`sharding_rules.*`)."""
+    """The root of a config. `model` is a model config (`models.*`), `rules` a table (`sharding_rules.*`).
+
+    `router` says what keeps the load of a model's experts even, if not the default.
+    """
 
     run: Run
     model: Any
@@ -145,6 +150,7 @@ class Train:
     optimizer: Optimizer
     mesh: Mesh = field(default_factory=Mesh)
     loss: TextLoss = field(default_factory=TextLoss)
+    router: RouterLoss | None = None
     compute: Compute = field(default_factory=Compute)
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -156,12 +162,19 @@ class Train:
                 f"Compute.accumulation = {self.compute.accumulation} does not divide Data.rows = {self.data.rows}; "
                 f"change one of them"
             )
+        if self.router is not None and self.router.balance == "per_batch" and self.compute.accumulation > 1:
+            raise UserError(
+                f"RouterLoss.balance = 'per_batch' is no sum over the {self.compute.accumulation} micro-batches of a step; "
+                f"take 'per_row', whose loss is the same for any accumulation, or ask for 'per_micro_batch'"
+            )
         if self.evaluation.every and not self.data.holdout:
             raise UserError(
                 f"Evaluation.every = {self.evaluation.every} needs held-out text; set Data.holdout, e.g. 0.05"
             )
         if not callable(getattr(self.model, "build", None)):
             raise UserError(f"Train.model = {self.model!r} is not a model config, e.g. @qwen3.Qwen3Config()")
+        if self.sample.prompt and not len(self.data.tokenizer.encode(self.sample.prompt)):
+            raise UserError(f"Sample.prompt = {self.sample.prompt!r} has no token; write another")
         if self.data.tokenizer.vocab_size > self.model.vocab_size:
             raise UserError(
                 f"the tokenizer has {self.data.tokenizer.vocab_size} ids, the model a vocabulary of "
@@ -170,7 +183,8 @@ class Train:
 
     def model_options(self) -> dict[str, Any]:
         """What `model.build` takes beside the model config."""
-        return {"remat": self.compute.remat, "loss": self.loss, "vocab_multiple": self.compute.vocab_multiple}
+        options = {"remat": self.compute.remat, "loss": self.loss, "vocab_multiple": self.compute.vocab_multiple}
+        return options if self.router is None else options | {"router_loss": self.router}
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Train:
@@ -178,9 +192,19 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     return ginfile.load(path, overrides, root=Train).value
 
 
-def config_of_run(text: str) -> Train:
-    """The settings of a run, from the resolved gin file its checkpoint keeps."""
-    with tempfile.NamedTemporaryFile("w", suffix=".gin") as file:
-        file.write(text)
-        file.flush()
-        return load_config(file.name)
+def config_of_run(text: str, started_in: str | None) -> Train:
+    """The settings of a run, from the resolved gin file and the working directory that its checkpoint keeps.
+
+    Relative paths in them start there, or here where that folder is no more. Raises `UserError`, with the place.
+    """
+    place = started_in if started_in and os.path.isdir(started_in) else os.getcwd()
+    gone = f"; the run was started in {started_in}, which is not here" if started_in not in (None, place) else ""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(place):
+        path = os.path.join(folder, "config.gin")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        try:
+            return load_config(path)
+        except UserError as error:
+            message = str(error).replace(path, "config.gin")
+            raise UserError(f"{message}; relative paths were looked up in {place}{gone}") from error

@@ -1,9 +1,9 @@
 """Floating-point operations of a step, for MFU.
 
 Convention: a training step is three forward passes (one forward, two backward; recomputation is not counted). A
-forward pass is two operations per weight of every matrix product and real token, output head included, embedding
-lookup excluded, plus attention over the query-key pairs that are really attended: causal, within a document, within
-the window. Padding counts nothing.
+forward pass is two operations per weight of every matrix product and real token (of a layer's experts, those a token
+chooses), output head included, embedding lookup excluded, plus attention over the query-key pairs that are really
+attended: causal, within a document, within the window. Padding counts nothing.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from omnijax.parameters import describe
+from omnijax.parameters import Description, describe
 
 # Dense bf16 peak of one device in FLOP/s, by a word of jax's device_kind; NVIDIA data sheets, without sparsity.
 # The first word that fits counts, so the cards that run slower than their namesakes come first.
@@ -40,10 +40,18 @@ class Cost:
 def forward_cost(model: Any, attention_costs: tuple[tuple[int | None, int], ...]) -> Cost:
     """The cost of a language model; `attention_costs` as `config.attention_costs()` gives them, in multiply-adds."""
     described = describe(model)
-    weights = sum(math.prod(each.shape) for path, each in described.items() if path.endswith(".kernel"))
+    weights = sum(_used(each, model) for path, each in described.items() if path.endswith("kernel"))
     head = described.get("lm_head.embedding", described["embed_tokens.embedding"])
     per_token = 2 * (weights + (head.rows or head.shape[0]) * head.shape[1])
     return Cost(per_token, tuple((window, 2 * pairs) for window, pairs in attention_costs))
+
+
+def _used(kernel: Description, model: Any) -> int:
+    """How many of a kernel's weights a token meets."""
+    size = math.prod(kernel.shape)
+    if "experts" not in kernel.axes:
+        return size
+    return size // kernel.shape[kernel.axes.index("experts")] * model.config.num_experts_per_tok
 
 
 def training_flops(cost: Cost, segment_ids: Int[np.ndarray, "B S"]) -> float:

@@ -5,6 +5,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+from jaxtyping import Float
 from tensorboardX import SummaryWriter
 
 JSON_LINES = "metrics.jsonl"
@@ -70,6 +72,24 @@ def plot_loss(directory: Path, yardsticks: Mapping[str, float]) -> Path:
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.legend()
     path = directory / "loss.png"
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def plot_expert_load(directory: Path, load: Float[np.ndarray, "layers experts"]) -> Path:
+    """Draw `expert_load.png`: how many times its even share each expert of each layer had."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    layers, experts = load.shape
+    figure, axes = pyplot.subplots(figsize=(8, min(12, 2 + 0.25 * layers)), layout="constrained")
+    image = axes.imshow(load * experts, aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest")
+    figure.colorbar(image, label="load / even share (2 or more is darkest)")
+    axes.set(xlabel="expert", ylabel="layer with experts")
+    path = directory / "expert_load.png"
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path

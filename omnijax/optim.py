@@ -35,8 +35,8 @@ def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
 
 def decayed(paths: Iterable[str], config: Optimizer) -> dict[str, bool]:
     """Which parameters weight decay acts on: kernels; embeddings if asked; never a norm or a bias."""
-    decays = {"kernel", "embedding"} if config.decay_embeddings else {"kernel"}
-    return {path: path.rsplit(".", 1)[-1] in decays for path in paths}
+    decays = ("kernel", "embedding") if config.decay_embeddings else "kernel"
+    return {path: path.endswith(decays) for path in paths}
 
 
 def make_optimizer(config: Optimizer, steps: int, paths: Iterable[str]) -> optax.GradientTransformation:
@@ -49,6 +49,6 @@ def make_optimizer(config: Optimizer, steps: int, paths: Iterable[str]) -> optax
         weight_decay=config.weight_decay,
         mask=decayed(paths, config),
     )
-    if config.clip_norm is None:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+    # Without clipping the state has the same tree, so that a run can go on with another clip_norm.
+    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+    return optax.chain(clip, adamw)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import numpy as np
 import optax
 import tqdm
 from jaxtyping import Array
@@ -56,6 +57,7 @@ class StepLog:
         self._pending: tuple[int, Rows, Mapping[str, Array], float | None] | None = None
         self._since: float | None = None
         self.last: dict[str, float] = {}
+        self.expert_load: np.ndarray | None = None  # [layers, experts], the share of choices each had in the last step
 
     def record(self, number: int, rows: Rows, results: Mapping[str, Array]) -> None:
         """Take the results of step `number`, still being computed, and write those of the step before."""
@@ -69,7 +71,12 @@ class StepLog:
             return
         number, rows, results, seconds = self._pending
         self._pending = None
-        values = {name: float(value) for name, value in (jax.device_get(dict(results)) | (more or {})).items()}
+        found = jax.device_get(dict(results)) | (more or {})
+        if (load := found.pop("router_load", None)) is not None:
+            self.expert_load = load
+            # 0 where every expert has the same load, 1 where some layer's busiest has twice its share.
+            found["router_max_violation"] = load.max() * load.shape[1] - 1
+        values = {name: float(value) for name, value in found.items()}
         self._check_finite(number, rows, values)
         values |= {"learning_rate": float(self._learning_rate(number - 1))} | self._speed(rows, seconds)
         self.last |= values
