@@ -92,9 +92,12 @@ class GatedExperts(nnx.Module):
     """
 
     HF_NAMES: ClassVar[Names] = {
-        "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight": Part("layers.mlp.experts.gate_up_kernel", index=0),
-        "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight": Part("layers.mlp.experts.gate_up_kernel", index=1),
-        "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight": "layers.mlp.experts.down_kernel",
+        f"model.layers.{{layer}}.mlp.experts.{{expert}}.{name}.weight": ours
+        for name, ours in (
+            ("gate_proj", Part("layers.mlp.experts.gate_up_kernel", index=0)),
+            ("up_proj", Part("layers.mlp.experts.gate_up_kernel", index=1)),
+            ("down_proj", "layers.mlp.experts.down_kernel"),
+        )
     }
     HF_FUSED_NAMES: ClassVar[Names] = {
         "model.layers.{layer}.mlp.experts.gate_up_proj": "layers.mlp.experts.gate_up_kernel",

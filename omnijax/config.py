@@ -164,8 +164,8 @@ class Train:
             )
         if self.router is not None and self.router.balance == "per_batch" and self.compute.accumulation > 1:
             raise UserError(
-                f"RouterLoss.balance = 'per_batch' is no sum over the {self.compute.accumulation} micro-batches of a step; "
-                f"take 'per_row', whose loss is the same for any accumulation, or ask for 'per_micro_batch'"
+                f"RouterLoss.balance = 'per_batch' is no sum over the {self.compute.accumulation} micro-batches of a "
+                f"step; take 'per_row', whose loss no accumulation changes, or ask for 'per_micro_batch'"
             )
         if self.evaluation.every and not self.data.holdout:
             raise UserError(
