@@ -27,7 +27,7 @@ def family_of(path: str | os.PathLike[str]) -> Any:
     return family_named(read_config(path).get("model_type"), str(path))
 
 
-def family_named(model_type: str | None, where: str) -> Any:
+def family_named(model_type: Any, where: str) -> Any:
     """The class of a `model_type`; `where` stands in the `UserError` if there is none."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(f"{where}: model_type {model_type!r} is not supported; one of {', '.join(FAMILIES)}")

@@ -130,7 +130,7 @@ def write(config: Any, *, fixed: Mapping[str, Any], rope_types: Mapping[str, typ
         numbers = {} if scaling is None else dataclasses.asdict(scaling)
         numbers = {key: value for key, value in numbers.items() if value is not None}
         values["rope_scaling"] = {"rope_type": kind, **numbers}
-        if isinstance(scaling, YarnScaling):  # transformers compares the two
+        if isinstance(scaling, YarnScaling):  # transformers warns where the two disagree
             values["max_position_embeddings"] = scaling.context
     values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
     return {**header, **fixed, **values}

@@ -1,12 +1,14 @@
 """Checkpoints: orbax, written in the background, restored onto any mesh.
 
 One step is five items: `params` and `optimizer` (arrays), `data` (state of the stream after the last row consumed),
-`config` (the resolved gin file) and `meta`.
+`config` (the resolved gin file, and the folder its relative paths start from) and `meta`.
 """
 
 import contextlib
 import math
 import os
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -42,7 +44,7 @@ def save(manager: Any, state: TrainState, data: Mapping[str, Any], config: str) 
         "params": ocp.args.StandardSave(state.params, save_args=_layer_chunks(state.params)),
         "optimizer": ocp.args.StandardSave(state.opt_state, save_args=_layer_chunks(state.opt_state)),
         "data": ocp.args.JsonSave(dict(data)),
-        "config": ocp.args.JsonSave({"gin": config}),
+        "config": ocp.args.JsonSave({"gin": config, "folder": os.getcwd()}),
         "meta": ocp.args.JsonSave(_describe(step, state.params)),
     }
     if not manager.save(step, args=ocp.args.Composite(**items), force=True):
@@ -83,7 +85,7 @@ def latest_step(manager: Any) -> int | None:
 def restore(manager: Any, step: int, like: TrainState, shardings: TrainState) -> tuple[TrainState, dict[str, Any]]:
     """State and data state of `step`, each array read straight to where `shardings` puts it.
 
-    `like` gives the tree and the shapes. Raises `UserError` where the checkpoint holds another model.
+    `like` gives the tree and the shapes. Raises `UserError` where the checkpoint holds another model or is damaged.
     """
     check_same_model(manager, step, {path: tuple(x.shape) for path, x in like.params.items()})
     target = jax.tree.map(
@@ -94,19 +96,22 @@ def restore(manager: Any, step: int, like: TrainState, shardings: TrainState) ->
         optimizer=ocp.args.StandardRestore(target.opt_state),
         data=ocp.args.JsonRestore(),
     )
-    items = manager.restore(step, args=args)
+    items = _read(manager, step, args)
     number = jax.device_put(np.asarray(step, np.int32), shardings.step)
     return TrainState(number, items["params"], items["optimizer"]), items["data"]
 
 
 def restore_params(manager: Any, shapes: Mapping[str, tuple[int, ...]], shardings: Mapping[str, Any]) -> Parameters:
-    """The parameters of the newest step alone, float32. Raises `UserError` where it holds others than `shapes`."""
+    """The parameters of the newest step alone, float32.
+
+    Raises `UserError` where it holds others than `shapes` or is damaged.
+    """
     step = _newest(manager)
     check_same_model(manager, step, shapes)
     target = {
         path: jax.ShapeDtypeStruct(shapes[path], np.float32, sharding=sharding) for path, sharding in shardings.items()
     }
-    return manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))["params"]
+    return _read(manager, step, ocp.args.Composite(params=ocp.args.StandardRestore(target)))["params"]
 
 
 def check_same_model(manager: Any, step: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -129,6 +134,11 @@ def saved_config(manager: Any) -> str:
     return config["gin"]
 
 
+def started_in(manager: Any) -> str | None:
+    """The working directory of the run that saved the newest checkpoint; None where it was not noted."""
+    return _item(manager, _newest(manager), "config").get("folder")
+
+
 def saved_model(manager: Any) -> dict[str, Any] | None:
     """The Hugging Face config of imported weights; None where the checkpoint is of a run."""
     return _item(manager, _newest(manager), "config").get("model")
@@ -140,9 +150,9 @@ def _failure_is_one_line() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error).partition(" [")[0]  # tensorstore's message ends with error numbers and places in its source
         raise SystemExit(
-            f"stopped: a checkpoint was not written: {reason}; mend that: the same command goes on from the one before"
+            f"stopped: a checkpoint was not written: {_reason(error)}; mend that: "
+            f"the same command goes on from the one before"
         ) from error
 
 
@@ -154,7 +164,42 @@ def _newest(manager: Any) -> int:
 
 
 def _item(manager: Any, step: int, name: str) -> dict[str, Any]:
-    return manager.restore(step, args=ocp.args.Composite(**{name: ocp.args.JsonRestore()}))[name]
+    return _read(manager, step, ocp.args.Composite(**{name: ocp.args.JsonRestore()}))[name]
+
+
+def _read(manager: Any, step: int, args: Any) -> Any:
+    """Items of a step. Raises `UserError`, with the way out, where files of it are cut off or missing."""
+    try:
+        return manager.restore(step, args=args)
+    except Exception as error:
+        # Of damage orbax makes these, or a bare Exception; memory that ran out, for one, is something else.
+        if not isinstance(error, OSError | ValueError | LookupError) and type(error) is not Exception:
+            raise
+        _hush_unfinished_reads()
+        older = [str(other) for other in sorted(manager.all_steps()) if other < step]
+        mend = f"move its folder away to go on from step {older[-1]}" if older else "bring back a copy of it"
+        raise UserError(
+            f"{manager.directory}: step {step} is damaged, or of another version ({_reason(error)}); "
+            f"older steps here: {', '.join(older) or 'none'}; {mend}, or start anew in another Run.dir"
+        ) from error
+
+
+def _hush_unfinished_reads() -> None:
+    """Orbax leaves reads half done when one fails; each would print a traceback whenever it is collected."""
+    otherwise = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)
+        if code is None or "orbax" not in code.co_filename:
+            otherwise(unraisable)
+
+    sys.unraisablehook = hook
+
+
+def _reason(error: Exception) -> str:
+    """What orbax says, without the error numbers, places in the source and specs that tensorstore's messages end in."""
+    said = error.args[0] if isinstance(error, KeyError) else str(error)
+    return re.split(r" \[|\. (?:See|Available)|\n", said)[0]
 
 
 def _describe(step: int, params: Parameters) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Continue a prompt with a trained run: `python -m omnijax.generate RUN_FOLDER "prompt"`."""
 
 import argparse
+import math
 from pathlib import Path
 
 import jax
@@ -21,9 +22,9 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    if arguments.tokens < 1 or arguments.temperature < 0:
+    if arguments.tokens < 1 or not 0 <= arguments.temperature < math.inf:
         raise UserError(
-            f"--tokens {arguments.tokens} must be positive and --temperature {arguments.temperature} not negative"
+            f"--tokens {arguments.tokens} must be positive and --temperature {arguments.temperature} a number from 0"
         )
     folder = Path(arguments.run)
     if not (folder / "checkpoints").is_dir():
@@ -43,7 +44,7 @@ def main() -> None:
 def load_run(folder: Path) -> tuple[object, Tokenizer, config.Train]:
     """Model (on one device), tokenizer and settings of the newest checkpoint of a run."""
     manager = checkpoint.open_checkpoints(folder / "checkpoints", read_only=True)
-    settings = config.config_of_run(checkpoint.saved_config(manager))
+    settings = config.config_of_run(checkpoint.saved_config(manager), checkpoint.started_in(manager))
     mesh = make_mesh(data=1, devices=jax.devices()[:1])
     abstract = parameters.abstract_model(settings.model, **settings.model_options())
     params = checkpoint.restore_params(

@@ -58,7 +58,7 @@ def read(path: str, parents: tuple[str, ...] = (), where: str = "") -> File:
     if os.path.realpath(path) in parents:
         raise UserError(f"{prefix}{path} includes itself")
     try:
-        with open(path, encoding="utf-8") as stream:
+        with open(path, encoding="utf-8-sig") as stream:  # some editors begin a file with a byte order mark
             text = stream.read()
     except FileNotFoundError:
         folder, name = os.path.split(path)

@@ -22,9 +22,11 @@ def make_mesh(
 ) -> Mesh:
     """A mesh over all `devices` (default: every device of every process). One size may be -1: all that is left.
 
-    Raises `UserError` where the sizes do not multiply to the number of devices.
+    Raises `UserError` where the sizes do not multiply to the number of devices, and where one is given twice.
     """
     available = jax.devices() if devices is None else devices
+    if not len(available) or len(set(available)) != len(available):
+        raise UserError(f"mesh: {len(available)} devices, {len(set(available))} of them different; name each once")
     sizes = dict(zip(MESH_AXES, (replica, data, expert, sequence, tensor), strict=True))
     shape, types = mesh_shape(sizes, len(available)), (AxisType.Auto,) * len(MESH_AXES)
     if math.prod(shape) != len(available):
@@ -42,8 +44,8 @@ def mesh_shape(sizes: Mapping[str, int], devices: int) -> tuple[int, ...]:
 
     Raises `UserError` for a size that is neither positive nor the only -1, or where `devices` leave no whole number.
     """
-    if any(size < 1 and size != -1 for size in sizes.values()):
-        raise UserError(f"mesh {_describe(sizes)}: a size is a positive number, or -1 for all devices that are left")
+    if any(not isinstance(size, int | np.integer) or (size < 1 and size != -1) for size in sizes.values()):
+        raise UserError(f"mesh {_describe(sizes)}: a size is a positive integer, or -1 for all devices that are left")
     left = [axis for axis, size in sizes.items() if size == -1]
     if len(left) > 1:
         raise UserError(f"mesh {_describe(sizes)}: only one size may be -1, not {' and '.join(left)}")

@@ -1,6 +1,7 @@
 """Sampling from a language model by running it whole for every token: slow for long contexts, right for any model."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -26,14 +27,24 @@ def sample(
 ) -> Int[np.ndarray, " tokens"]:
     """`tokens` new ids after `prompt`; `temperature` 0 takes the likeliest id.
 
-    The model sees the last `context` tokens at most. Raises `UserError` for an empty prompt, or a context the mesh
-    cannot split.
+    The model sees the last `context` tokens at most. Raises `UserError` for an empty prompt, ids beyond the model's
+    vocabulary, numbers out of range, or a context the mesh cannot split.
     """
-    if not len(prompt):
+    prompt = np.asarray(prompt)
+    if not prompt.size:
         raise UserError("sample: the prompt is empty; give at least one token")
-    if context < 1:
-        raise UserError(f"sample: context {context} must be positive")
-    prompt = np.asarray(prompt, np.int32)[-context:]
+    if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+        raise UserError(f"sample: the prompt is {prompt.dtype} of shape {prompt.shape}; it must be one row of ids")
+    vocabulary = model.config.vocab_size
+    if prompt.min() < 0 or prompt.max() >= vocabulary:
+        raise UserError(
+            f"sample: the prompt has ids from {prompt.min()} to {prompt.max()}; the vocabulary is 0 to {vocabulary - 1}"
+        )
+    if tokens < 1 or context < 1:
+        raise UserError(f"sample: tokens {tokens} and context {context} must be positive")
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"sample: temperature {temperature} must be a number from 0")
+    prompt = prompt[-context:].astype(np.int32)
     window = np.zeros(context, np.int32)
     window[: len(prompt)] = prompt
     graphdef, params = parameters.split(model)

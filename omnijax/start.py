@@ -1,14 +1,13 @@
 """Where a run's first parameters come from: fresh, from a Hugging Face folder, or from another run."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from flax import nnx
 from jax.sharding import Mesh
 
-from omnijax import checkpoint, hf, parameters
+from omnijax import checkpoint, hf, hf_files, parameters
 from omnijax.config import config_of_run
 from omnijax.errors import UserError
 from omnijax.sharding import Rules
@@ -22,16 +21,17 @@ def starting_model(config: Any, mesh: Mesh, rules: Rules, *, start: str | None, 
     """
     if start is None:
         return parameters.build_model(config, mesh, rules, seed=seed, **options)
-    folder, abstract = Path(start), parameters.abstract_model(config, **options)
+    folder, abstract = Path(start).expanduser(), parameters.abstract_model(config, **options)
     if (folder / "config.json").is_file():
-        stored = type(config).from_hf(json.loads((folder / "config.json").read_text()), str(folder / "config.json"))
+        stored = type(config).from_hf(hf_files.read_config(folder), str(folder / "config.json"))
         require_same(config, stored, folder)
         return hf.load(type(abstract), folder, mesh=mesh, rules=rules, **options)
     if (folder / "checkpoints").is_dir():
         manager = checkpoint.open_checkpoints(folder / "checkpoints", read_only=True)
         imported = checkpoint.saved_model(manager)
         if imported is None:
-            require_same(config, config_of_run(checkpoint.saved_config(manager)).model, folder)
+            settings = config_of_run(checkpoint.saved_config(manager), checkpoint.started_in(manager))
+            require_same(config, settings.model, folder)
         else:
             require_same(config, type(config).from_hf(imported, str(folder)), folder)
         params = checkpoint.restore_params(

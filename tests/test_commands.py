@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from omnijax import commands, config, generate, train
 from omnijax.metrics import read_metrics
@@ -68,6 +69,13 @@ def test_a_mistake_is_one_line_of_a_process(folder: Path, arguments: list[str], 
         (["tiny.gin", "Mesh.data=3"], "mesh replica 1 x data 3 x expert 1 x sequence 1 x tensor 1: the sizes take 3"),
         (["tiny.gin", "Mesh.data=1", "Mesh.tensor=8", "Qwen3Config.num_attention_heads=4"], "heads"),
         (["tiny.gin", "Data.rows=4"], "batch"),
+        (["tiny.gin", "Run.profile=(0, 0)"], "Run.profile = (0, 0) must be at least 1"),
+        (["tiny.gin", "Run.peak_tflops=-1.0"], "Run.peak_tflops = -1.0 must be above 0"),
+        (["tiny.gin", "Sample.prompt='a\\ud800'"], "a text is not valid Unicode ('utf-8' codec can't encode character"),
+        (
+            ["tiny.gin", "JsonLines.path=short.jsonl", "Data.rows=8", "Data.holdout=0.1", "Evaluation.every=1"],
+            "none of the 1 evaluation documents has a second token: hold out more text (Data.holdout)",
+        ),
         (["tiny.gin", "JsonLines.path=nothing.jsonl"], "no file matches path 'nothing.jsonl'"),
         (["tiny.gin", "JsonLines.path=broken.jsonl"], "broken.jsonl"),
         (["tiny.gin", "Data.holdout=0.99"], "holding out 0.99 of 40 documents"),
@@ -80,11 +88,14 @@ def test_a_mistake_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    (folder / "short.jsonl").write_text('{"text": "abc"}\n' * 9 + '{"text": "d"}\n')
     (folder / "broken.jsonl").write_text('{"text": \n' + '{"text": "good"}\n' * 11)
     assert run_here(train.main, [*arguments, "Run.dir=mistakes"], folder, monkeypatch) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
     assert line.startswith("error: ")
     assert message in line
+    assert len(said.out.splitlines()) < 10  # no list of settings stands between the command and its mistake
 
 
 def test_a_fault_of_ours_keeps_its_traceback(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +134,9 @@ def test_a_run_says_little(normal, folder: Path) -> None:
     assert re.fullmatch(r"step 1/3, loss \d\.\d{3}, \? to go", first[0])
     assert re.fullmatch(r"step 3/3, loss \d\.\d{3}, [\d,]+ tokens/s, 00:00 to go", last)
     said = normal.stdout
-    told = said[said.index("\nrun folder: ") :].strip().splitlines()
+    before, resolved, after = said.partition((folder / "run" / "config.gin").read_text())
+    assert resolved  # between what was checked and what was done
+    told = [line for line in (before + after).splitlines() if line]
     assert max(map(len, told)) < 160
     assert [line.partition(":")[0] for line in told] == [
         "run folder",
@@ -172,6 +185,8 @@ def test_generate_goes_on_with_a_prompt(
         (["empty", "a"], "no checkpoint here; give the folder of a run that saved one"),
         (["run", ""], "error: sample: the prompt is empty; give at least one token"),
         (["run", "a", "--tokens", "0"], "error: --tokens 0 must be positive"),
+        (["run", "a", "--temperature", "nan"], "--temperature nan a number from 0"),
+        (["run", "a\udcff"], "error: a text is not valid Unicode"),
     ],
 )
 def test_generate_names_a_mistake(
@@ -186,6 +201,32 @@ def test_generate_names_a_mistake(
     assert run_here(generate.main, arguments, folder, monkeypatch) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_a_run_is_read_from_any_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its tokenizer's path is relative to where it was started, even if a file of that name is here as well."""
+    home, other = tmp_path / "home", tmp_path / "other"
+    home.mkdir(), other.mkdir()
+    runs.write_config(home)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "a": 1, "end": 2}, unk_token="?"))
+    words.save(str(home / "words.json"))
+    (other / "words.json").write_text("{}")
+    arguments = ["tiny.gin", "Run.steps=1", "Data.tokenizer=@tokenizer.TokenizerFile()"]
+    arguments += ["TokenizerFile.path=words.json", "TokenizerFile.eos=end"]
+    assert run_here(train.main, arguments, home, monkeypatch) == 0
+    capsys.readouterr()
+    assert run_here(generate.main, ["../home/run", "a", "--tokens", "2"], other, monkeypatch) == 0
+    assert capsys.readouterr().out.startswith("a")
+    home.rename(tmp_path / "moved")
+    (other / "words.json").unlink()
+    assert run_here(generate.main, ["../moved/run", "a"], other, monkeypatch) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "TokenizerFile.path 'words.json' cannot be read (No such file or directory)" in line
+    assert line.endswith(
+        f"; relative paths were looked up in {other}; the run was started in {home}, which is not here"
+    )
 
 
 # Packages of the user's

@@ -490,6 +490,9 @@ def test_missing_file_names_the_nearest(tmp_path):
     (tmp_path / "quickstart.gin").write_text("")
     with pytest.raises(UserError, match=r"there is no file .*quikstart.gin; did you mean .*quickstart.gin\?"):
         load(tmp_path / "quikstart.gin", root=config.Train)
+    (tmp_path / "marked.gin").write_bytes(b"\xef\xbb\xbfnothing.Here.x = 1\n")
+    with pytest.raises(UserError, match=r"marked.gin:1: there is no nothing.Here"):  # and no letter before it
+        load(tmp_path / "marked.gin", root=config.Train)
     (tmp_path / "latin.gin").write_bytes(b"\xe9")
     with pytest.raises(UserError, match=r"cannot read .*latin.gin"):
         load(tmp_path / "latin.gin", root=config.Train)

@@ -95,6 +95,7 @@ def test_json_lines_over_a_glob(tmp_path):
         ("{}", "line 2 has no field 'text': it has none"),
         ('{"text": 3}', "line 2 field 'text' is a int: it must be a string"),
         ('{"text": "\\ud800"}', "line 2 field 'text' is not valid Unicode"),
+        ("[" * 100_000, "line 2 is not JSON (maximum recursion depth exceeded"),
     ],
 )
 def test_json_lines_refuse_a_bad_row_when_it_is_read(tmp_path, line, expected):
@@ -126,8 +127,29 @@ def test_parquet_refusals(tmp_path):
     assert "row 1 column 'text' is null" in refusal(Parquet(path).open().__getitem__, 1)
     assert "has no column 'txt': did you mean 'text'?" in refusal(Parquet(path, "txt").open)
     assert "column 'n' is int64: it must be string" in refusal(Parquet(path, "n").open)
+    pyarrow.parquet.write_table(pyarrow.table([["x"], ["y"]], names=["text", "text"]), path)
+    assert "has 2 columns 'text': rename all but one" in refusal(Parquet(path).open)
+    lengths, letters = np.array([0, 2], np.int32), b"\xff\xfe"
+    buffers = [None, pyarrow.py_buffer(lengths), pyarrow.py_buffer(letters)]
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 1, buffers)
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), path)
+    assert "row 0 column 'text' is not UTF-8" in refusal(Parquet(path).open().__getitem__, 0)
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"row {i} " * 20 for i in range(100)]}), path)
+    content = Path(path).read_bytes()
+    Path(path).write_bytes(content[:40] + bytes(200) + content[240:])
+    assert "row group 0 cannot be read (" in refusal(Parquet(path).open().__getitem__, 3)
     Path(path).write_text("text")
     assert "is not a Parquet file" in refusal(Parquet(path).open)
+
+
+def test_a_parquet_column_is_told_from_the_field_of_a_struct(tmp_path):
+    path = str(tmp_path / "a.parquet")
+    struct = pyarrow.array([{"b": "in the struct"}])
+    pyarrow.parquet.write_table(pyarrow.table({"a": struct, "a.b": ["in the column"]}), path)
+    assert list(Parquet(path, "a.b").open()) == ["in the column"]
+    assert "column 'a' is struct<b: string>: it must be string" in refusal(Parquet(path, "a").open)
+    pyarrow.parquet.write_table(pyarrow.table({"a": struct}), path)
+    assert "has no column 'a.b'" in refusal(Parquet(path, "a.b").open)
 
 
 def test_plain_text_by_file_and_by_piece(tmp_path):
@@ -236,6 +258,22 @@ def test_tokenizer_file_refusals(tokenizer_path, tmp_path):
     assert "No such file" in refusal(lambda: TokenizerFile(str(tmp_path / "none.json"), "x").eos_id)
     (tmp_path / "bad.json").write_text("{}")
     assert "is no tokenizer.json" in refusal(TokenizerFile(str(tmp_path / "bad.json"), "x").encode, "a")
+    path = str(tmp_path / "words.json")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"known": 0})).save(path)
+    words = TokenizerFile(path, "known")
+    assert words.encode("known").tolist() == [0]
+    for call in (words.encode, words.predicted_bytes):
+        message = refusal(call, "unknown")
+        assert "cannot encode 'unknown' (WordLevel error: Missing [UNK] token from the vocabulary)" in message
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(path)
+    assert "has no tokens: give another tokenizer.json" in refusal(lambda: TokenizerFile(path, "x").vocab_size)
+
+
+def test_half_a_surrogate_pair_is_no_text(tokenizer_path):
+    for tokenizer in (Bytes(), TokenizerFile(tokenizer_path, "<|end|>")):
+        message = refusal(tokenizer.encode, "ab\ud800")
+        assert message.startswith("a text is not valid Unicode")
+        assert message.endswith("mend its character 2")
 
 
 # Packing
@@ -302,6 +340,9 @@ def test_evaluation_rows_are_the_brute_force_rows(lengths, length, rows):
     texts = texts_of(lengths)
     if not any(texts):
         assert "has a token" in refusal(evaluation_rows, documents_of(texts), Bytes(), length)
+        return
+    if max(lengths) == 1:
+        assert "has a second token" in refusal(evaluation_rows, documents_of(texts), Bytes(), length)
         return
     evaluation = evaluation_rows(documents_of(texts), Bytes(), length, rows=rows)
     expected = brute_force_rows(texts, length)

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
+from omnijax import report
+from omnijax.config import Compute
 from omnijax.errors import UserError
 from omnijax.mesh import make_mesh
 from omnijax.nn import gpu, spans
@@ -154,6 +156,12 @@ def test_on_a_mesh_each_device_chooses_for_its_own_rows(as_on_hopper, monkeypatc
         monkeypatch.setattr(fused, "dot_product_attention", packed_by_the_book)
         actual = outputs(gpu.cudnn, span, *tensors)
     assert_same(actual, expected, 4e-2)
+
+
+def test_a_run_says_what_cudnn_leaves_to_blockwise() -> None:
+    said = report.compute_text(Compute(), "cudnn", None)
+    assert "attention kernel cudnn (blockwise for windows, and where a row has over 64 documents and gaps);" in said
+    assert "attention kernel blockwise;" in report.compute_text(Compute(), "blockwise", None)
 
 
 def lowered(run) -> str:

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import models
+from models import families
 from models.qwen3 import Qwen3, Qwen3Config
 from omnijax import hf, parameters
 from omnijax.errors import UserError
@@ -200,6 +202,103 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
         hf.load(Qwen3, folder)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"config.json is not JSON \(Expecting property name"),
+        ("[" * 100_000, r"config.json is not JSON \(maximum recursion depth"),
+        ("[1]", "config.json is a JSON list; it must be an object"),
+        ('{"model_type": ["qwen3"]}', r"model_type \['qwen3'\] is not supported"),
+        ('{"model_type": "qwen3", "hidden_size": "44"}', "config.json: hidden_size = '44' is not an int"),
+        ('{"model_type": "qwen3", "rms_norm_eps": null}', "config.json: rms_norm_eps = None is not a float"),
+        (
+            '{"model_type": "qwen3", "layer_types": "full"}',
+            r"layer_types = 'full' is not a tuple\[str, \.\.\.\] or None",
+        ),
+        ('{"model_type": "qwen3", "rope_scaling": "yarn"}', "rope_scaling = 'yarn' is not an object or null"),
+        ('{"model_type": "qwen3", "rope_scaling": {"type": [1]}}', "rope type '.1.' is not supported"),
+        (
+            '{"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": "8", "low_freq_factor": 1, '
+            '"high_freq_factor": 4, "original_max_position_embeddings": 64}}',
+            "config.json: rope type 'llama3': factor = '8' is not a float",
+        ),
+    ],
+)
+def test_a_config_that_is_none_is_refused(folder: Path, text: str, message: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        families.hugging_face(str(folder))
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4567\n"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: content[:-5], "model.safetensors is damaged, or no safetensors file .*; fetch it again"),
+        (lambda content: content[:20], "model.safetensors is damaged, or no safetensors file"),
+        (lambda content: b"", "model.safetensors is damaged, or no safetensors file"),
+        (lambda content: POINTER, "model.safetensors is only a pointer of git-lfs; fetch the weights: git lfs pull"),
+    ],
+    ids=["cut off", "header", "empty", "pointer"],
+)
+def test_a_file_that_is_no_weights_is_refused(folder: Path, damage: Callable[[bytes], bytes], message: str) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(UserError, match=message):
+        hf.load(Qwen3, folder)
+    # Where an index lists it, it is opened only when it is read.
+    index = {"weight_map": dict.fromkeys(load_file(CASE / "model.safetensors"), "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=message):
+        hf.load(Qwen3, folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "index.json is not JSON"),
+        ("{}", "index.json: it has no weight_map of tensor names to files"),
+        ('{"weight_map": {"model.norm.weight": 1}}', "index.json: it has no weight_map of tensor names to files"),
+    ],
+)
+def test_an_index_that_is_none_is_refused(folder: Path, index: str, message: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=message):
+        hf.load(Qwen3, folder)
+
+
+def test_an_index_that_names_another_file_is_refused(folder: Path) -> None:
+    save_file({"other": np.ones(3)}, folder / "other.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(CASE / "model.safetensors"), "other.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"other.safetensors is damaged.*File does not contain tensor"):
+        hf.load(Qwen3, folder)
+
+
+@pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2", "F8_E8M0"])
+def test_eight_bit_weights_are_refused(folder: Path, kind: str) -> None:
+    """The file is the original, but that one tensor is declared in the header to be of so many bytes."""
+    rewrite(folder, model__norm__weight=np.ones(44, np.int8))
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["model.norm.weight"]["dtype"] = kind
+    written = json.dumps(header).encode()
+    file.write_bytes(len(written).to_bytes(8, "little") + written + content[8 + size :])
+    with pytest.raises(UserError, match=f"model.norm.weight is {kind}, not floating point of 16 bits or more"):
+        hf.load(Qwen3, folder)
+
+
+def test_a_folder_to_be_like_must_be_there(folder: Path, tmp_path: Path) -> None:
+    model = hf.load(Qwen3, folder)
+    with pytest.raises(UserError, match=r"nowhere: no config.json here"):
+        hf.save(model, tmp_path / "out", like=tmp_path / "nowhere")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_unknown_family_is_named(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "gpt5"}')
     with pytest.raises(UserError, match=r"model_type 'gpt5' is not supported; one of .*qwen3"):
@@ -310,11 +409,11 @@ def test_what_would_be_another_model_is_refused(change: dict, message: str) -> N
         Qwen3Config.from_hf(DIVISIBLE | change)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bool"])
-def test_weights_that_are_no_numbers_of_the_model_are_refused(folder: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "kind"), [("int8", "I8"), ("bool", "BOOL")])
+def test_weights_that_are_no_numbers_of_the_model_are_refused(folder: Path, dtype: str, kind: str) -> None:
     norm = load_file(folder / "model.safetensors")["model.norm.weight"]
     rewrite(folder, model__norm__weight=norm.astype(dtype))
-    with pytest.raises(UserError, match=f"model.norm.weight is {dtype}, not floating point"):
+    with pytest.raises(UserError, match=f"model.norm.weight is {kind}, not floating point"):
         hf.load(Qwen3, folder)
 
 

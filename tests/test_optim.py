@@ -67,6 +67,21 @@ def test_five_steps(options: dict, decays: set[str]) -> None:
         np.testing.assert_allclose(found[path], expected, atol=2e-6, err_msg=path)
 
 
+def test_a_run_may_go_on_with_other_settings() -> None:
+    """The state is the same tree for every optimizer, so that one can take over that of another."""
+    settings: tuple[dict, ...] = (
+        {},
+        {"clip_norm": None},
+        {"weight_decay": 0.0},
+        {"b1": 0.0},
+        {"decay_embeddings": True},
+        *({"schedule": schedule, "warmup_steps": 2} for schedule in ("constant", "linear", "cosine", "wsd")),
+    )
+    params = {path: np.zeros(shape, np.float32) for path, shape in SHAPES.items()}
+    made = [make_optimizer(Optimizer(learning_rate=0.1, **options), 5, params).init(params) for options in settings]
+    assert len({str(jax.tree.structure(state)) for state in made}) == 1
+
+
 def test_what_decays() -> None:
     config = Qwen3Config(
         vocab_size=7,

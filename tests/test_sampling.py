@@ -1,6 +1,7 @@
 """Sampling against a loop by hand, on one device and on eight."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -101,13 +102,21 @@ def test_tokens_are_drawn_from_the_softmax(temperature: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "context", "message"),
+    ("changed", "message"),
     [
-        ([], 8, "sample: the prompt is empty; give at least one token"),
-        ([1], 0, "sample: context 0 must be positive"),
-        ([1], 7, "axis 'length' of size 7 is not divided by sequence = 2"),
+        ({"prompt": []}, "sample: the prompt is empty; give at least one token"),
+        ({"prompt": [[1, 2]]}, r"sample: the prompt is int64 of shape \(1, 2\); it must be one row of ids"),
+        ({"prompt": [1.5]}, r"sample: the prompt is float64 of shape \(1,\); it must be one row of ids"),
+        ({"prompt": [3, 38]}, "sample: the prompt has ids from 3 to 38; the vocabulary is 0 to 37"),
+        ({"prompt": [-1, 3]}, "sample: the prompt has ids from -1 to 3; the vocabulary is 0 to 37"),
+        ({"context": 0}, "sample: tokens 3 and context 0 must be positive"),
+        ({"context": 7}, "axis 'length' of size 7 is not divided by sequence = 2"),
+        ({"tokens": -1}, "sample: tokens -1 and context 8 must be positive"),
+        ({"temperature": -0.5}, "sample: temperature -0.5 must be a number from 0"),
+        ({"temperature": math.nan}, "sample: temperature nan must be a number from 0"),
     ],
 )
-def test_refusals(prompt: list[int], context: int, message: str) -> None:
+def test_refusals(changed: dict, message: str) -> None:
+    arguments = {"prompt": [1], "tokens": 3, "context": 8} | changed
     with on("data 2 x sequence 2 x tensor 2", rules.table()), pytest.raises(UserError, match=message):
-        sample(model(), np.array(prompt, np.int32), tokens=3, context=context)
+        sample(model(), np.array(arguments.pop("prompt")), **arguments)

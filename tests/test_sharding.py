@@ -5,6 +5,7 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,10 @@ def activations(**table: str) -> Rules:
         (
             lambda: Rules((), (*lines(batch="data"), *lines(batch="data"))),
             "activations table: axis 'batch' has two lines; keep one",
+        ),
+        (
+            lambda: Rules((), lines(batch="optional data")),
+            "activations table: 'batch' is optional, as every line here; drop the word",
         ),
         (lambda: Layout(attention="rings"), "layout: unknown attention 'rings'; did you mean 'ring'?"),  # type: ignore[arg-type]
     ],
@@ -191,9 +196,12 @@ def test_parameters_and_table_must_fit(table: dict[str, str], names: tuple[str, 
         ({"tensor": -1}, "data -1 x expert 1 x sequence 1 x tensor -1: only one size may be -1, not data and tensor"),
         ({"tensor": 0}, "tensor 0: a size is a positive integer, or -1 for all devices that are left"),
         ({"replica": -2}, "mesh replica -2 x data -1"),
+        ({"data": 4.0, "tensor": 2}, "data 4.0 x expert 1 x sequence 1 x tensor 2: a size is a positive integer"),
+        ({"devices": []}, "mesh: 0 devices, 0 of them different; name each once"),
+        ({"devices": jax.devices()[:2] * 2}, "mesh: 4 devices, 2 of them different; name each once"),
     ],
 )
-def test_a_mesh_is_refused(sizes: dict[str, int], message: str) -> None:
+def test_a_mesh_is_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         make_mesh(**sizes)
 

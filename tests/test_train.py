@@ -1,10 +1,12 @@
 """A run from its config to its files: cut, killed and moved to another mesh it is the same run, and it fails aloud."""
 
+import errno
 import json
 import math
 import shutil
 import signal
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -22,6 +24,7 @@ from omnijax.data.evaluation import evaluation_rows
 from omnijax.data.sources import PythonDocuments
 from omnijax.data.tokenizer import Bytes
 from omnijax.errors import UserError
+from omnijax.lock import only_run
 from omnijax.metrics import read_metrics
 from omnijax.step import TrainState, evaluation_step
 from sharding_rules import qwen3 as rules
@@ -123,6 +126,47 @@ def test_another_run_is_refused(tiny: Path, five: runs.Seen, override: str, mess
         runs.run(tiny, override, folder="five")
     assert (tiny.parent / "five" / "metrics.jsonl").read_text() == metrics
     assert checkpoints(tiny.parent / "five") == {"step_5"}
+
+
+def test_clipping_may_end_and_begin(tiny: Path, five: runs.Seen) -> None:
+    folder = copy(tiny, "clipping")
+    for steps, norm in ((6, "None"), (7, "0.5")):
+        seen = runs.run(tiny, f"Run.steps={steps}", f"Optimizer.clip_norm={norm}", folder="clipping")
+        assert list(seen.row_ids) == [steps]
+    assert checkpoints(folder) == {"step_6", "step_7"}
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda step: cut_off(step / "meta" / "metadata"), "Unterminated string"),
+        (lambda step: cut_off(step / "params" / "manifest.ocdbt"), "DATA_LOSS"),
+        (lambda step: [cut_off(path) for path in (step / "params/ocdbt.process_0/d").iterdir()], "while reading array"),
+        (lambda step: shutil.rmtree(step / "optimizer"), 'Item "optimizer" was not found'),
+        (lambda step: shutil.rmtree(step / "data"), 'Item "data" was not found'),
+    ],
+    ids=["meta", "index", "arrays", "no optimizer", "no data"],
+)
+def test_a_damaged_checkpoint_is_named_with_the_way_out(
+    tiny: Path, five: runs.Seen, damage: Callable[[Path], object], reason: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(tiny.parent / "five", folder)
+    shutil.copytree(folder / "checkpoints" / "step_5", folder / "checkpoints" / "step_12")
+    damage(folder / "checkpoints" / "step_12")
+    with pytest.raises(UserError) as caught:
+        runs.run(tiny, folder=str(folder))
+    message = str(caught.value)
+    assert message.startswith(f"{folder}/checkpoints: step 12 is damaged, or of another version (")
+    assert reason in message
+    assert "\n" not in message
+    assert "; older steps here: 5; move its folder away to go on from step 5, or start anew" in message
+    shutil.rmtree(folder / "checkpoints" / "step_12")
+    assert list(runs.run(tiny, "Run.steps=6", folder=str(folder)).row_ids) == [6]
 
 
 def test_changed_settings_are_named(tiny: Path, five: runs.Seen, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,6 +279,51 @@ def test_a_run_folder_that_cannot_be_made_is_refused(tiny: Path) -> None:
             runs.run(tiny, folder=folder)
 
 
+HOLD = """
+import sys, time
+from pathlib import Path
+from omnijax.lock import only_run
+with only_run(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_run_in_a_folder_is_refused_until_the_first_is_gone(tiny: Path) -> None:
+    folder = tiny.parent / "shared"
+    folder.mkdir()
+    first = runs.start(tiny.parent, "-c", HOLD, "shared")
+    assert first.stdout is not None
+    assert first.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match=f"shared: process {first.pid} on .* is running here; wait for it, or choose"):
+        runs.run(tiny, folder="shared")
+    assert not (folder / "checkpoints").exists()
+    first.kill()
+    runs.finish(first)
+    assert len(runs.run(tiny, "Run.steps=1", folder="shared").losses) == 1
+
+
+def test_a_folder_that_cannot_be_locked_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some file systems of clusters have no locks."""
+
+    def lockf(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    with only_run(tmp_path):
+        pass
+    expected = f"warning: {tmp_path} cannot be locked (No locks available): start no second run in it\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_home_is_found(tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert train.run_folder("~/runs/x") == tmp_path / "runs" / "x"
+    assert (tmp_path / "runs" / "x").is_dir()
+
+
 def test_a_run_folder_that_cannot_be_written_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write wherever the permissions forbid it
     with pytest.raises(UserError, match=r"Run\.dir = 'locked' cannot be written to; choose another folder"):
@@ -306,6 +395,25 @@ def test_the_metrics_hold_every_number_of_a_step_in_one_line(straight: runs.Seen
         assert (held <= set(line)) == (line["step"] in (7, 14))
         # The first step compiles; the one after an evaluation would count it.
         assert ("tokens_per_second" in line) == (line["step"] not in (1, 8))
+
+
+def test_alternatives_of_parameters_and_activations_are_said(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two parts of `tensor` do not divide 257 ids; of two steps the first is traced, which says it once."""
+    runs.run(tiny, "Run.steps=2", *EIGHT_PARTS, folder="said")
+    said = [line for line in capsys.readouterr().out.splitlines() if "alternative" in line]
+    assert said == [
+        "  alternative taken: vocab: none, as tensor does not divide 257 (embed_tokens.embedding and 1 more)",
+        "  alternative taken: act_vocab: none, as tensor does not divide 257 ([act_vocab 257, - 16] and 2 more)",
+    ]
+
+
+def test_a_warm_up_that_never_ends_is_said(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.run(tiny, "Run.steps=2", "Optimizer.warmup_steps=8", folder="warming")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("warning"))
+    assert line == (
+        "warning: the learning rate warms up until the end: Optimizer.warmup_steps = 8, Run.steps = 2; "
+        "it reaches 0.00075 of 0.003"
+    )
 
 
 def test_tensorboard_files_hold_the_same_numbers(tiny: Path, straight: runs.Seen) -> None:

@@ -30,7 +30,7 @@ def evaluation_rows(
     """Pack all documents into steps of [rows, length], held in memory; only the last step has padding, at its end.
 
     Every token but the first of each document is predicted exactly once. Raises `UserError` where no document has a
-    token or `length` or `rows` is too small.
+    token, or only ever the one that nothing predicts, and where `length` or `rows` is too small.
     """
     if length < 2 or rows < 1:
         raise UserError(f"evaluation rows of {rows} x {length}: give at least 1 row of at least 2 tokens")
@@ -52,4 +52,8 @@ def evaluation_rows(
     packed += [empty_row(length)] * (-len(packed) % rows)
     steps = tuple(stack_rows(packed[first : first + rows]) for first in range(0, len(packed), rows))
     covered = sum(tokenizer.predicted_bytes(documents[number]) for number in range(len(documents)))
+    if not covered:  # the divisor of bits per byte
+        raise UserError(
+            f"none of the {len(documents)} evaluation documents has a second token: hold out more text (Data.holdout)"
+        )
     return Evaluation(steps, covered, place.empty)

@@ -39,7 +39,7 @@ class JsonLinesFile:
         where = f"{self.path!r} line {self.lines[index]}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # brackets can be too deep to read
             raise UserError(f"{where} is not JSON ({error}): it must be one JSON object; mend the line") from error
         if not isinstance(row, dict):
             raise UserError(f"{where} is a JSON {type(row).__name__}: it must be an object; mend the line")
@@ -75,12 +75,21 @@ class ParquetFile:
         group = bisect_right(self.ends, index)
         kept, values = self.kept
         if kept != group:
-            with pyarrow.parquet.ParquetFile(self.path) as file:
-                values = file.read_row_group(group, columns=[self.column]).column(0)
+            try:
+                with pyarrow.parquet.ParquetFile(self.path) as file:
+                    # By name: 'a.b' may also be the field b of a struct a, which is read along.
+                    values = file.read_row_group(group, columns=[self.column]).column(self.column)
+            except (OSError, pyarrow.ArrowException) as error:
+                reason = f"row group {group} cannot be read ({str(error).splitlines()[0]})"
+                raise UserError(f"{self.path!r} {reason}: write the file again, or leave it out") from error
             self.kept = (group, values)
-        text = values[index - (self.ends[group - 1] if group else 0)].as_py()
+        where = f"{self.path!r} row {index} column {self.column!r}"
+        try:
+            text = values[index - (self.ends[group - 1] if group else 0)].as_py()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where} is not UTF-8 ({error}): write the file again with valid text") from error
         if text is None:
-            raise UserError(f"{self.path!r} row {index} column {self.column!r} is null: it must be a string; drop it")
+            raise UserError(f"{where} is null: it must be a string; drop it")
         return text
 
     def row_id(self, index: int) -> str:
@@ -134,6 +143,8 @@ def open_parquet(path: str, column: str) -> ParquetFile:
         raise UserError(f"{path!r} is not a Parquet file ({reason}): write it again, or name other files") from error
     if column not in schema.names:
         raise UserError(f"{path!r} has no column {column!r}: {_choices(column, schema.names)}")
+    if schema.names.count(column) > 1:
+        raise UserError(f"{path!r} has {schema.names.count(column)} columns {column!r}: rename all but one")
     kind = schema.field(column).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         raise UserError(f"{path!r} column {column!r} is {kind}: it must be string; name another column")

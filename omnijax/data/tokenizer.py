@@ -65,13 +65,13 @@ class Bytes(Tokenizer):
         return "bytes"
 
     def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
 
     def decode(self, ids: Ids) -> str:
         return bytes(int(token) for token in ids if token != self.eos_id).decode(errors="replace")
 
     def predicted_bytes(self, text: str) -> int:
-        return max(len(text.encode()) - 1, 0)
+        return max(len(_utf8(text)) - 1, 0)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class TokenizerFile(Tokenizer):
 
     Special tokens spelled out in a text are recognised and none is decoded, as in Hugging Face. Truncation and padding
     that the file asks for are switched off. Raises `UserError` at first use where the file cannot be read or has no
-    token `eos`.
+    token `eos`, and for a text that its model cannot encode.
     """
 
     path: str
@@ -97,6 +97,8 @@ class TokenizerFile(Tokenizer):
 
     @cached_property
     def vocab_size(self) -> int:
+        if not self._vocabulary:
+            raise UserError(f"TokenizerFile.path {self.path!r} has no tokens: give another tokenizer.json")
         return max(self._vocabulary.values()) + 1  # not their number: ids may leave gaps
 
     @cached_property
@@ -104,14 +106,25 @@ class TokenizerFile(Tokenizer):
         return f"sha256 {hashlib.sha256(self._content).hexdigest()[:16]} eos {self.eos_id}"
 
     def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        return np.array(self._encoding(text).ids, np.int32)
 
     def decode(self, ids: Ids) -> str:
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
 
     def predicted_bytes(self, text: str) -> int:
-        spans = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        spans = self._encoding(text).offsets
         return len(text[spans[0][1] :].encode()) if spans else 0
+
+    def _encoding(self, text: str) -> tokenizers.Encoding:
+        _utf8(text)  # of what is not, the library says only that it must be str
+        tokenizer = self._tokenizer
+        try:
+            return tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # bare: a word or letter is new, and the model has no token for what is unknown
+            reason = " ".join(str(error).split())
+            shown = text if len(text) < 40 else f"{text[:40]}..."
+            mend = "give a tokenizer.json with an unknown token, or of bytes"
+            raise UserError(f"TokenizerFile.path {self.path!r} cannot encode {shown!r} ({reason}): {mend}") from error
 
     @cached_property
     def _tokenizer(self) -> tokenizers.Tokenizer:
@@ -136,3 +149,11 @@ class TokenizerFile(Tokenizer):
         except OSError as error:
             reason = error.strerror or type(error).__name__
             raise UserError(f"TokenizerFile.path {self.path!r} cannot be read ({reason}): give one that can") from error
+
+
+def _utf8(text: str) -> bytes:
+    """`text` in UTF-8; a `UserError` where it cannot be: half a surrogate pair, as of a byte that is no text."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"a text is not valid Unicode ({error}): mend its character {error.start}") from error

@@ -1,4 +1,4 @@
-"""Attention kernels that exist only on GPUs. Every private entry point of jax and tokamax that we use is in this file.
+"""Attention kernels that exist only on GPUs. Every private entry point of jax and tokamax they use is in this file.
 
 `cudnn` (fused in NVIDIA's library) knows packed documents, `tokamax` (Pallas) any span. Both compute what
 `omnijax.nn.attention.reference` defines, and refuse with a `UserError` what they cannot express.
