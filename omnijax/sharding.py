@@ -84,6 +84,8 @@ class Layout:
                  `attention_length` and `attention_heads` say
         ring:    queries stay where they are and keys travel from device to device, so that `length` needs no heads to
                  split
+    chunks: Ulysses exchanges so many groups of heads one after the other, so that while one is computed the next can be
+            on its way; the numbers are the same
     moe:
         all_gather: every device sees the tokens of all devices it shares experts with, and none is ever dropped
         all_to_all: a device sends each other one at most `capacity` times an even share of its choices; what is beyond
@@ -91,12 +93,16 @@ class Layout:
     """
 
     attention: AttentionLayout = "ulysses"
+    chunks: int = 1
     moe: ExpertLayout = "all_gather"
     capacity: float = 1.25
 
     def __post_init__(self) -> None:
         _check_name(self.attention, get_args(AttentionLayout), "layout", kind="attention")
         _check_name(self.moe, get_args(ExpertLayout), "layout", kind="moe")
+        if self.chunks < 1 or (self.chunks > 1 and self.attention == "ring"):
+            allowed = "1 with a ring, which is computed in rounds" if self.attention == "ring" else "at least 1"
+            raise UserError(f"layout: chunks {self.chunks} must be {allowed}")
         if not self.capacity > 0:
             raise UserError(f"layout: capacity {self.capacity} must be positive; 1 is an even share, 1.25 the default")
 

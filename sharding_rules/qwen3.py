@@ -3,7 +3,7 @@
 from omnijax.sharding import AttentionLayout, Layout, Rules, lines
 
 
-def table(attention: AttentionLayout = "ulysses") -> Rules:
+def table(attention: AttentionLayout = "ulysses", chunks: int = 1) -> Rules:
     """ZeRO-3 over data, expert and sequence; heads, feed-forward and vocabulary over tensor; Ulysses or a ring."""
     return Rules(
         parameters=lines(
@@ -26,5 +26,5 @@ def table(attention: AttentionLayout = "ulysses") -> Rules:
             attention_length="none",
             attention_heads="tensor sequence",
         ),
-        layout=Layout(attention=attention),
+        layout=Layout(attention=attention, chunks=chunks),
     )

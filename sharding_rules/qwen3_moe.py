@@ -3,7 +3,12 @@
 from omnijax.sharding import AttentionLayout, ExpertLayout, Layout, Rules, lines
 
 
-def table(attention: AttentionLayout = "ulysses", moe: ExpertLayout = "all_gather", capacity: float = 1.25) -> Rules:
+def table(
+    attention: AttentionLayout = "ulysses",
+    chunks: int = 1,
+    moe: ExpertLayout = "all_gather",
+    capacity: float = 1.25,
+) -> Rules:
     """Experts over expert, all else ZeRO-3 over data, expert and sequence; heads, hidden and vocabulary over tensor."""
     return Rules(
         parameters=lines(
@@ -30,5 +35,5 @@ def table(attention: AttentionLayout = "ulysses", moe: ExpertLayout = "all_gathe
             attention_length="none",
             attention_heads="tensor sequence",
         ),
-        layout=Layout(attention=attention, moe=moe, capacity=capacity),
+        layout=Layout(attention=attention, chunks=chunks, moe=moe, capacity=capacity),
     )

@@ -52,6 +52,13 @@ def test_equivalence_of_the_ring(mesh: str, one_device: dict) -> None:
     laws.equivalence(TINY, rules.table("ring"), mesh, one_device)
 
 
+@pytest.mark.parametrize(
+    "mesh", ["sequence 4 x data 2", pytest.param("data 2 x sequence 2 x tensor 2", marks=pytest.mark.full)]
+)
+def test_equivalence_in_chunks_of_heads(mesh: str, one_device: dict) -> None:
+    laws.equivalence(TINY, rules.table(chunks=2), mesh, one_device)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", ["ulysses", "ring"])

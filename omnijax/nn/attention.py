@@ -18,7 +18,7 @@ from omnijax.errors import UserError
 from omnijax.nn.blockwise import blockwise, inside_axes, is_ring
 from omnijax.nn.gpu import cudnn, tokamax
 from omnijax.nn.spans import Span
-from omnijax.sharding import constrain, split_count
+from omnijax.sharding import constrain, current_rules, split_count
 
 
 def attention(
@@ -50,13 +50,44 @@ def attention(
             f"attention: the kernel {chosen_kernel()} needs all keys on one device, which a ring never has; "
             f'choose the kernel blockwise, or Layout(attention="ulysses")'
         )
-    inside, outside = inside_axes(), ("batch", "length", "act_heads", None)
-    k, v = _repeat_heads(q.shape[2], k, v, inside[2])
-    q, k, v = (constrain(constrain(x, *outside), *inside) for x in (q, k, v))
+    rules = current_rules()
+    chunks = 1 if rules is None else rules.layout.chunks
     # Whole before any mask is made of them: else what XLA gathers is the mask.
     start, end = (constrain(x, "batch", "attention_length") for x in span)
-    out = KERNELS[chosen_kernel()](q, k, v, (start, end), scale=scale, sinks=sinks, soft_cap=soft_cap)
+    k, v = _repeat_heads(q.shape[2], k, v, inside_axes()[2], chunks)
+    options = {"scale": scale, "soft_cap": soft_cap}
+    parts = [_cut(x, chunks, axis=2) for x in (q, k, v)]
+    sinks_parts = [None] * chunks if sinks is None else _cut(sinks, chunks, axis=0)
+    outs = [_attend(*each, (start, end), options) for each in zip(*parts, sinks_parts, strict=True)]
+    return _join(outs, axis=2)
+
+
+def _attend(q, k, v, sinks, span, options):
+    """Queries, keys and values to where they meet, and the output back."""
+    inside, outside = inside_axes(), ("batch", "length", "act_heads", None)
+    q, k, v = (constrain(constrain(x, *outside), *inside) for x in (q, k, v))
+    out = KERNELS[chosen_kernel()](q, k, v, span, sinks=sinks, **options)
     return constrain(constrain(out, *inside), *outside)
+
+
+def _cut(x: Array, chunks: int, axis: int) -> list[Array]:
+    """Groups of heads; each takes its share of the heads that a device has, so that none moves."""
+    if chunks == 1:
+        return [x]
+    before, heads, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+    held = split_count("act_heads", heads)
+    parts = jnp.moveaxis(x.reshape(*before, held, chunks, -1, *after), axis + 1, 0)
+    return [part.reshape(*before, heads // chunks, *after) for part in parts]
+
+
+def _join(parts: list[Array], axis: int) -> Array:
+    """The inverse of `_cut`."""
+    if len(parts) == 1:
+        return parts[0]
+    before, heads, after = parts[0].shape[:axis], parts[0].shape[axis], parts[0].shape[axis + 1 :]
+    held = split_count("act_heads", heads * len(parts))
+    split = [part.reshape(*before, held, 1, heads // held, *after) for part in parts]
+    return jnp.concatenate(split, axis + 1).reshape(*before, heads * len(parts), *after)
 
 
 def reference(
@@ -109,14 +140,16 @@ def chosen_kernel() -> str:
     return "blockwise" if _kernel.value == "auto" else _kernel.value
 
 
-def _repeat_heads(heads: int, k: Array, v: Array, axis: str) -> tuple[Array, Array]:
-    """Repeat key/value heads as often as it takes for each part of `axis` to own whole ones."""
+def _repeat_heads(heads: int, k: Array, v: Array, axis: str, chunks: int) -> tuple[Array, Array]:
+    """Repeat key/value heads as often as it takes for each part of `axis` to own whole ones in every chunk."""
     kv_heads, parts = k.shape[2], split_count(axis)
-    needed = math.lcm(kv_heads, parts)
+    needed = math.lcm(kv_heads, parts * chunks)
     if heads % needed:
+        times = f" x {chunks} chunks" if chunks > 1 else ""
         raise UserError(
             f"attention: {heads} query heads are not a multiple of {needed} = lcm({kv_heads} key/value heads, {parts} "
-            f"parts of {axis}); change the heads or the sizes of the mesh axes of {axis}"
+            f"parts of {axis}{times}); change the heads{', the chunks' if chunks > 1 else ''} or the sizes of the mesh "
+            f"axes of {axis}"
         )
     if needed == kv_heads:
         return k, v
