@@ -269,6 +269,11 @@ def split_count(name: str, size: int | None = None) -> int:
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
+def first_axes(table: Sequence[Line], name: str) -> tuple[str, ...]:
+    """The mesh axes a table would like to split `name` over. Raises `UserError` where it has no line for it."""
+    return _line(table, name, "table").alternatives[0]
+
+
 def label(names: Sequence[str | None], shape: Sequence[int]) -> str:
     """An array in words, e.g. `[batch 8, length 128, - 3]`."""
     return "[" + ", ".join(f"{name or '-'} {size}" for name, size in zip(names, shape, strict=True)) + "]"

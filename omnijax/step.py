@@ -1,5 +1,6 @@
 """One optimizer step, compiled once: gradients of every objective, divided once by its global weight."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from omnijax.batch import Batch
 from omnijax.errors import UserError
 from omnijax.objectives import Mean, Outputs
 from omnijax.parameters import Parameters
-from omnijax.sharding import Rules, constrain, place, split_count
+from omnijax.sharding import Rules, constrain, first_axes, place, split_count
 
 
 @jax.tree_util.register_dataclass
@@ -132,12 +133,15 @@ def evaluation_step(
 def put_batch(arrays: Mapping[str, np.ndarray], mesh: Mesh, rules: Rules) -> Batch:
     """Host rows `[B, S]` as a `Batch` on the mesh; every process passes the same rows and keeps what it holds.
 
-    Raises `UserError` where the table cannot split the rows.
+    Rows are padded to the next length that the table can split. Raises `UserError` where it cannot split their number.
     """
+    sizes = dict(mesh.shape)
+    parts = math.prod(sizes[axis] for axis in first_axes(rules.activations, "length"))
 
     def put(name: str, x: np.ndarray) -> Any:
+        x = np.pad(x, [(0, 0), (0, -x.shape[1] % parts), *((0, 0) for _ in x.shape[2:])])
         names = ("batch", "length", *(None,) * (x.ndim - 2))
-        spec = place(rules.activations, names, x.shape, dict(mesh.shape), f"batch.{name}").spec
+        spec = place(rules.activations, names, x.shape, sizes, f"batch.{name}").spec
         return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
 
     return Batch(**{name: put(name, x) for name, x in arrays.items()})

@@ -74,7 +74,7 @@ def test_isolation(variant: str) -> None:
     laws.isolation(VARIANTS[variant])
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("remat", ["full", "dots", "offload"])
 def test_remat_changes_nothing(remat: str, one_device: dict) -> None:
     laws.assert_same_run(laws.run(TINY, rules.table(), None, remat=remat), one_device)
 
