@@ -217,7 +217,13 @@ def served(mesh_name: str | None, table: Rules, *, rows: int = 8, length: int = 
     return {"found": y, "expected": np.where(wanted, expected, 0), "dropped": dropped, "real": real}
 
 
-ON_MESHES = [None, "expert 4 x data 2", "expert 8", "expert 2 x sequence 2 x data 2", "expert 2 x tensor 2 x sequence 2"]
+ON_MESHES = [
+    None,
+    "expert 4 x data 2",
+    "expert 8",
+    "expert 2 x sequence 2 x data 2",
+    "expert 2 x tensor 2 x sequence 2",
+]
 
 
 @pytest.mark.parametrize("mesh", ON_MESHES)

@@ -1,0 +1,3 @@
+"""gpt-oss: the same axes as Qwen3 with experts, in the same places."""
+
+from sharding_rules.qwen3_moe import table as table
