@@ -79,6 +79,10 @@ class DecoderConfig:
         if self.head_dim % 2:
             raise UserError(f"{kind}.head_dim = {self.head_dim} is odd; rotary positions turn pairs of channels")
 
+    def leaves_out(self, tensor: str) -> bool:
+        """Whether a tensor of a checkpoint is of a part that the family here does without."""
+        return False
+
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of every layer, None where it has none."""
         return (None,) * self.num_hidden_layers

@@ -1,6 +1,7 @@
 """DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437): latent attention, a few dense layers, then mixtures of experts."""
 
 import functools
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -96,6 +97,11 @@ class DeepseekV3Config(DecoderConfig):
             raise UserError(
                 f"DeepseekV3Config: {self.n_routed_experts} experts do not make {self.n_group} groups of equally many"
             )
+
+    def leaves_out(self, tensor: str) -> bool:
+        """Whether a checkpoint's tensor is of the layers after the last, which predict further tokens in training."""
+        layer = re.match(r"model\.layers\.(\d+)\.", tensor)
+        return layer is not None and int(layer[1]) >= self.num_hidden_layers
 
     def attention_costs(self) -> tuple[tuple[int | None, int], ...]:
         pair = self.num_attention_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from omnijax import ginfile
+from omnijax.data.mixture import Mixture
 from omnijax.data.sources import Source
 from omnijax.data.tokenizer import Tokenizer
 from omnijax.errors import UserError
@@ -59,18 +60,28 @@ class Mesh:
 class Data:
     """Text, cut into rows.
 
-    length:  tokens of a row
-    rows:    rows of the global batch of one step
-    shards:  virtual shards of the stream (None: `rows`); the rows depend on it, never on processes or meshes
-    holdout: share of the documents, from the end, kept for evaluation; 0 for none
+    source:   one source, or a mixture of several
+    length:   tokens of a row
+    rows:     rows of the global batch of one step
+    shards:   virtual shards of the stream (None: `rows`); the rows depend on it, never on processes or meshes
+    holdout:  share of the documents, from the end of each source, kept for evaluation; 0 for none
+    workers:  processes that make the rows, each of whole shards; 0: the one that trains does
+    prefetch: steps that workers are ahead
+    bad_rows: at a row of data that cannot be used, `raise` stops; `skip` passes it by, counts it and names it in
+              bad_rows.jsonl of the run folder
+    bad_row_limit: how many may be passed by in all
     """
 
-    source: Source
+    source: Source | Mixture
     tokenizer: Tokenizer
     length: int = ranged(at_least=2)
     rows: int = ranged(at_least=1)
     shards: int | None = ranged(None, at_least=1)
     holdout: float = ranged(0.0, at_least=0.0, below=1.0)
+    workers: int = ranged(0, at_least=0)
+    prefetch: int = ranged(2, at_least=1)
+    bad_rows: Literal["raise", "skip"] = "raise"
+    bad_row_limit: int = ranged(100, at_least=0)
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,7 @@ class Compute:
 
     dtype:        of activations and of the weights' copies; parameters and optimizer stay float32
     attention:    kernel; `auto` picks one for the hardware
+    experts:      kernel of mixtures of experts, one of `omnijax.nn.experts`; `auto` is blocks
     remat:        what the backward pass recomputes
     accumulation: micro-batches of a step
     vocab_multiple: the vocabulary is filled up to a multiple of it inside, so that `tensor` may split any vocabulary
@@ -103,6 +115,7 @@ class Compute:
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     attention: Literal["auto", "blockwise", "cudnn", "reference", "tokamax"] = "auto"
+    experts: Literal["auto", "blocks", "ragged", "tokamax"] = "auto"
     remat: Remat = "full"
     accumulation: int = ranged(1, at_least=1)
     vocab_multiple: int = ranged(1, at_least=1)
@@ -170,6 +183,11 @@ class Train:
         if self.evaluation.every and not self.data.holdout:
             raise UserError(
                 f"Evaluation.every = {self.evaluation.every} needs held-out text; set Data.holdout, e.g. 0.05"
+            )
+        if self.evaluation.ngrams and self.data.bad_rows == "skip":
+            raise UserError(
+                f"Evaluation.ngrams = {self.evaluation.ngrams} counts every row, and Data.bad_rows is 'skip'; "
+                f"leave the n-grams out, or set bad_rows to 'raise'"
             )
         if not callable(getattr(self.model, "build", None)):
             raise UserError(f"Train.model = {self.model!r} is not a model config, e.g. @qwen3.Qwen3Config()")

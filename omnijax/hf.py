@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
@@ -25,6 +26,8 @@ from omnijax.hf_files import files_by_tensor, open_tensors, read_config
 from omnijax.hf_layout import Names, Piece, from_tensor, pieces, tensor_shape, tensor_slices, to_tensor
 from omnijax.parameters import Description
 from omnijax.sharding import Rules
+
+logger = logging.getLogger(__name__)
 
 # Files beside the weights that `save` carries over.
 COMPANIONS = (
@@ -61,6 +64,10 @@ def load(
     model = parameters.abstract_model(config, **options)
     described = parameters.describe(model)
     files = files_by_tensor(folder)
+    if left := sorted(name for name in files if config.leaves_out(name)):
+        what = f"{len(left)} tensors of layers this family does without are left: {left[0]}, ..."
+        logger.warning("%s: %s", folder, what)
+        files = {name: file for name, file in files.items() if name not in set(left)}
     names = names_in(family, files)
     sources = {path: pieces(path, described, names) for path in described}
     _account(folder, files, sources, tied=config.tie_word_embeddings)

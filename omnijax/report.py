@@ -7,12 +7,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from omnijax.config import Compute
+from omnijax.config import Compute, Optimizer
 from omnijax.data.documents import Documents
 from omnijax.data.evaluation import Evaluation
 from omnijax.data.ngram import ngram_bits
 from omnijax.data.packing import make_document
 from omnijax.data.tokenizer import Tokenizer
+from omnijax.nn.gpu import MAX_DOCUMENTS
 from omnijax.sharding import Placement
 
 BYTES = 4  # of a float32 parameter
@@ -44,26 +45,46 @@ def sharding_text(placements: Mapping[str, Placement], mesh: Mesh | AbstractMesh
         f"parameters: {count:,}; {held / 2**20:,.2f} MiB of float32 a device ({share:.1%} of all), "
         f"as much again for each of the optimizer's two moments"
     ]
-    taken: dict[str, list[str]] = {}
-    for path, placement in placements.items():
+    return "\n".join(lines + alternatives(placements.items()))
+
+
+def alternatives(placements: Iterable[tuple[str, Placement]]) -> list[str]:
+    """A line for every alternative of the table that named arrays had to take."""
+    taken: dict[str, dict[str, None]] = {}
+    for name, placement in placements:
         for fallback in placement.fallbacks:
-            taken.setdefault(fallback, []).append(path)
-    lines += [f"  alternative taken: {what} ({shorten(paths)})" for what, paths in taken.items()]
-    return "\n".join(lines)
+            taken.setdefault(fallback, {})[name] = None
+    return [f"  alternative taken: {what} ({shorten(list(names))})" for what, names in taken.items()]
 
 
-def shorten(paths: list[str]) -> str:
-    """The first path, and how many more there are."""
-    return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+def shorten(names: list[str]) -> str:
+    """The first name, and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def compute_text(compute: Compute, kernel: str, peak: float | None) -> str:
-    """Kernel choices, and how speed is counted."""
+def compute_text(compute: Compute, kernel: str, peak: float | None, experts: str | None = None) -> str:
+    """Kernel choices, and how speed is counted; `experts` is the kernel of a model's experts, if it has any."""
     mfu = f"MFU of {peak / 1e12:g} TFLOP/s a device" if peak else "no MFU: set Run.peak_tflops for this device"
+    # Whether cuDNN can express a span shows only when the program runs: what it leaves to blockwise is said here.
+    if kernel == "cudnn":
+        kernel += f" (blockwise for windows, and where a row has over {MAX_DOCUMENTS} documents and gaps)"
+    if experts:
+        kernel += f"; experts' kernel {experts}"
     return (
         f"compute: {compute.dtype}, parameters float32; attention kernel {kernel}; remat {compute.remat}; "
         f"{compute.accumulation} micro-batch{'es' * (compute.accumulation > 1)} a step\n"
         f"speed: 3 x forward, causal pairs within documents, no recomputation, no padding; {mfu}"
+    )
+
+
+def warm_up_text(optimizer: Optimizer, steps: int) -> str:
+    """A warning where the warm-up leaves no step to the schedule; "" where it does. A short trial run may want that."""
+    warm_up = optimizer.warmup_steps
+    if warm_up < steps:
+        return ""
+    return (
+        f"warning: the learning rate warms up until the end: Optimizer.warmup_steps = {warm_up}, Run.steps = {steps}; "
+        f"it reaches {optimizer.learning_rate * steps / warm_up:g} of {optimizer.learning_rate:g}"
     )
 
 

@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,21 @@ from jax.sharding import Mesh
 
 from omnijax import checkpoint, commands, config, flops, metrics, parameters, report, sharding
 from omnijax.data import documents
+from omnijax.data.documents import Documents
 from omnijax.data.evaluation import Evaluation, evaluation_rows
-from omnijax.data.stream import Stream
+from omnijax.data.items import TextItems
+from omnijax.data.mixture import deal_members, open_members
+from omnijax.data.packing import ConcatenateAndSplit
+from omnijax.data.shards import Pipeline
+from omnijax.data.stream import ExactStream, with_last
 from omnijax.errors import UserError
+from omnijax.lock import only_run
 from omnijax.mesh import make_mesh
 from omnijax.nn.attention import chosen_kernel, use_kernel
+from omnijax.nn.experts import chosen_grouped, use_grouped
 from omnijax.optim import learning_rate, make_optimizer
 from omnijax.sampling import sample
-from omnijax.sharding import Rules
+from omnijax.sharding import Rules, label
 from omnijax.start import starting_model
 from omnijax.step import abstract_state, evaluation_step, init_state, put_batch, state_shardings, train_step
 from omnijax.steplog import StepLog
@@ -41,41 +49,53 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
     say = print if jax.process_index() == 0 else (lambda *_: None)
 
     # --- Folder, compile cache, mesh ----------------------------------------------------------------------------
-    say(text)
     folder = run_folder(run.dir)
     say(f"run folder: {folder.absolute()}\ncompile cache: {use_compile_cache(run.compile_cache)}")
     mesh = make_mesh(**vars(settings.mesh))
     say(f"mesh: {report.mesh_text(mesh)}")
 
     # --- Data ---------------------------------------------------------------------------------------------------
-    texts, heldout_texts = data.source.open(), None
-    if data.holdout:
-        texts, heldout_texts = documents.split(texts, data.holdout)
-    stream = Stream(
-        texts, data.tokenizer, length=data.length, rows=data.rows, shards=data.shards or data.rows, seed=run.seed
+    texts, heldout_texts = open_members(data.source, data.holdout)
+    report_file = folder / "bad_rows.jsonl" if jax.process_index() == 0 else None
+    stream = ExactStream(
+        text_pipeline(data, texts, run.seed), workers=data.workers, prefetch=data.prefetch, report=report_file
     )
-    say(f"data: {len(texts)} documents, {len(heldout_texts or ())} held out; {data.rows} x {data.length} tokens a step")
+    counts = [sum(map(len, tables)) for tables in (texts, heldout_texts)]
+    say(f"data: {counts[0]} documents, {counts[1]} held out; {data.rows} x {data.length} tokens a step")
     heldout: Evaluation | None = None
     yardsticks: dict[str, float] = {}
-    if heldout_texts is not None and settings.evaluation.every:
-        heldout = evaluation_rows(heldout_texts, data.tokenizer, data.length, rows=data.rows)
-        yardsticks = report.ngram_yardsticks(settings.evaluation.ngrams, texts, heldout_texts, data.tokenizer)
+    if heldout_texts and settings.evaluation.every:
+        trained, held = documents.concatenate(texts), documents.concatenate(heldout_texts)
+        limit = bad_row_limit(data)
+        heldout = evaluation_rows(held, data.tokenizer, data.length, rows=data.rows, bad_row_limit=limit)
+        for error in heldout.bad:
+            say(f"left out of the held-out text: {error}")
+        if settings.evaluation.ngrams:
+            yardsticks = report.ngram_yardsticks(settings.evaluation.ngrams, trained, held, data.tokenizer)
         for name, nats in yardsticks.items():
             say(f"yardstick: {name} model, {report.bits_per_byte(nats, heldout):.3f} held-out bits per byte")
 
     with contextlib.ExitStack() as stack:
+        stack.callback(stream.close)
+        if jax.process_index() == 0:
+            stack.enter_context(only_run(folder))
         stack.enter_context(sharding.use(mesh, settings.rules))
         stack.enter_context(use_kernel(compute.attention))
+        stack.enter_context(use_grouped(compute.experts))
 
         # --- Model and optimizer, as shapes so far --------------------------------------------------------------
         options = settings.model_options()
         model = parameters.abstract_model(settings.model, **options)
         graphdef, params = parameters.split(model)
         say(report.sharding_text(parameters.placements(model, mesh, settings.rules), mesh))
+        sharding.activation_spec((data.rows, data.length), "batch", "length")  # refuses here, not at the first step
         optimizer = make_optimizer(settings.optimizer, run.steps, params)
         shardings = state_shardings(model, optimizer, mesh, settings.rules)
         peak = flops.peak_flops(jax.devices()[0].device_kind, run.peak_tflops)
-        say(report.compute_text(compute, chosen_kernel(), peak))
+        has_experts = any("experts" in each.axes for each in parameters.describe(model).values())
+        say(report.compute_text(compute, chosen_kernel(), peak, experts=chosen_grouped() if has_experts else None))
+        if warning := report.warm_up_text(settings.optimizer, run.steps):
+            say(warning)
 
         # --- State: of the newest checkpoint, or the first ------------------------------------------------------
         manager = checkpoint.open_checkpoints(folder / "checkpoints", keep=settings.checkpoint.keep)
@@ -92,8 +112,10 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
             state = init_state(first, optimizer, mesh, settings.rules)
         if done >= run.steps:
             say(f"nothing to train: step {done} is done and Run.steps = {run.steps}; raise it, or choose a new Run.dir")
-        elif jax.process_index() == 0:
-            (folder / "config.gin").write_text(text)
+        else:
+            say(f"\n{text}")  # not sooner: a mistake found above stands next to the command that made it
+            if jax.process_index() == 0:
+                (folder / "config.gin").write_text(text)
 
         # --- Steps ----------------------------------------------------------------------------------------------
         step: Any = train_step(
@@ -114,35 +136,43 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
         traced = range(max(begin, done + 1), min(end, run.steps) + 1)
         if run.profile and not traced:
             say(f"no trace: Run.profile = {run.profile} names no step that is left")
-        for number in range(done + 1, run.steps + 1):
+        number = done
+        for number, (rows, last) in zip(range(done + 1, run.steps + 1), with_last(stream), strict=False):
+            last = last or number == run.steps
             if traced and number == traced[0]:
                 log.flush()
                 jax.profiler.start_trace(str(folder / "profile"))
-            rows = next(stream)
-            state, results = step(state, put_batch(rows.arrays, mesh, settings.rules))
-            log.record(number, rows, results)
+            with sharding.record() as activations:  # of the first step, which is traced, and of one compiled anew
+                state, results = step(state, put_batch(rows.arrays, mesh, settings.rules))
+            for line in report.alternatives((label(each.names, each.shape), each) for each in activations):
+                log.say(line)
+            log.record(number, rows, results | rows.metrics)
             if step._cache_size() > programs:
                 log.say(f"warning: step {number} was compiled anew; every batch should have one shape and one sharding")
                 programs = step._cache_size()
-            if traced and number == traced[-1]:
+            if number in traced and (last or number == traced[-1]):
                 log.flush()
                 jax.profiler.stop_trace()
-            if heldout is not None and (number == run.steps or number % settings.evaluation.every == 0):
+            if heldout is not None and (last or number % settings.evaluation.every == 0):
                 values = heldout_metrics(evaluate, state.params, heldout, mesh, settings.rules)
                 log.flush(values)
                 log.say(f"step {number}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
                 log.pause()
-            if number == run.steps or (settings.checkpoint.every and number % settings.checkpoint.every == 0):
+            if last or (settings.checkpoint.every and number % settings.checkpoint.every == 0):
                 log.flush()  # a state that came of a loss that is not finite is never saved
                 checkpoint.save(manager, state, rows.state, text)
                 log.pause()
             checkpoint.check(manager)  # a save that failed in the background stops the run now, not at the next save
+        if number < run.steps:
+            log.say(f"the data ended at step {number}, before Run.steps = {run.steps}")
         checkpoint.close(manager)
         log.close()
 
         # --- The end --------------------------------------------------------------------------------------------
         if jax.process_index() == 0:
             say(f"picture of the loss: {metrics.plot_loss(folder, yardsticks)}")
+            if log.expert_load is not None:
+                say(f"picture of the experts' load: {metrics.plot_expert_load(folder, log.expert_load)}")
         if settings.sample.prompt:
             say(f"sample: {continuation(parameters.merge(graphdef, state.params), settings)!r}")
     python, quoted, prompt = commands.python(), shlex.quote(str(folder)), settings.sample.prompt or "your prompt"
@@ -151,9 +181,21 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
     return log.last
 
 
+def text_pipeline(data: config.Data, texts: Sequence[Documents], seed: int) -> Pipeline:
+    """How the documents of each source become rows."""
+    items = tuple(TextItems(table, data.tokenizer, number) for number, table in enumerate(texts))
+    deal = deal_members(data.source, [len(table) for table in texts], data.shards or data.rows, seed)
+    return Pipeline(items, deal, ConcatenateAndSplit(data.length), data.rows, bad_row_limit(data))
+
+
+def bad_row_limit(data: config.Data) -> int | None:
+    """How many bad rows may be passed by; None: the first one is raised."""
+    return data.bad_row_limit if data.bad_rows == "skip" else None
+
+
 def run_folder(path: str) -> Path:
     """The run folder, made if missing; `UserError` where it cannot be written, before anything is computed."""
-    folder = Path(path)
+    folder = Path(path).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -173,12 +215,11 @@ def use_compile_cache(folder: str) -> str:
 
 def heldout_metrics(evaluate, params: parameters.Parameters, heldout: Evaluation, mesh: Mesh, rules: Rules) -> dict:
     """Means over all held-out tokens, each counted once on any mesh and for any batch, and bits per byte."""
-    totals: dict[str, np.ndarray] = {}
+    total = np.zeros(2)
     for rows in heldout.steps:
-        means = jax.device_get(evaluate(params, put_batch(rows.arrays, mesh, rules)))
-        for name, mean in means.items():
-            totals[name] = totals.get(name, np.zeros(2)) + np.asarray(mean, np.float64)
-    loss = totals["cross_entropy"][0] / totals["cross_entropy"][1]
+        means = evaluate(params, put_batch(rows.arrays, mesh, rules))
+        total += np.asarray(jax.device_get(means["cross_entropy"]), np.float64)
+    loss = total[0] / total[1]
     return {"heldout/loss": loss, "heldout/bits_per_byte": report.bits_per_byte(loss, heldout)}
 
 

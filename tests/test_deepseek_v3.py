@@ -167,3 +167,20 @@ def test_checkpoints_may_hold_experts_in_one_tensor(tmp_path: Path) -> None:
     fused, single = (parameters.split(hf.load(DeepseekV3, path))[1] for path in (tmp_path, CASES[0]))
     for path, x in single.items():
         np.testing.assert_array_equal(fused[path], x)
+
+
+def test_layers_that_predict_further_tokens_are_left_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Published checkpoints hold one more layer than `num_hidden_layers`, for multi-token prediction in training."""
+    case = CASES[0]
+    tensors = load_file(case / "model.safetensors")
+    count = json.loads((case / "config.json").read_text())["num_hidden_layers"]
+    extra = {f"model.layers.{count}.{name}": np.ones((3, 2), np.float32) for name in ("eh_proj.weight", "enorm.weight")}
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((case / "config.json").read_text())
+    with caplog.at_level(logging.WARNING):
+        model = hf.load(DeepseekV3, tmp_path)
+    assert f"2 tensors of layers this family does without are left: model.layers.{count}.eh_proj.weight" in caplog.text
+    kept = dict(hf.tensors(model, parameters.split(model)[1]))
+    assert set(kept) == set(tensors)

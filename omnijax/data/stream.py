@@ -1,53 +1,177 @@
-"""The exact stream: an endless, shuffled sequence of packed rows that stops and goes on anywhere.
+"""The exact stream: a shuffled sequence of packed rows that stops and goes on anywhere.
 
-Documents are dealt to V virtual shards, which depend on nothing but the config: shard v takes the documents v, v + V,
+Rows of data are dealt to V virtual shards, which depend on nothing but the config: shard v takes the rows v, v + V,
 v + 2V, ... of the shuffled order and packs them by itself. Row r of every step is the next row of shard r mod V.
 Processes and workers take whole shards, so neither their number nor the mesh changes a row.
 
-Every epoch of the order holds each document once, in a new order. Shards fill rows at their own pace, so at one step
+Every epoch of the order holds each row of data once, in a new order. Shards fill rows at their own pace, so at one step
 some may be in the next epoch already.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from functools import partial
+import json
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
-from omnijax.data.documents import Documents
-from omnijax.data.packing import Document, Place, Rows, make_document, pack_row, stack_rows
+import numpy as np
+
+from omnijax.data.documents import Documents, Table
+from omnijax.data.items import Items, TextItems
+from omnijax.data.mixture import Deal
+from omnijax.data.order import Order
+from omnijax.data.packing import ConcatenateAndSplit, Rows
+from omnijax.data.shards import Pipeline, ShardState, Step, first_state, make_steps
 from omnijax.data.tokenizer import Tokenizer
-from omnijax.errors import UserError
+from omnijax.data.workers import steps_of_workers
+from omnijax.errors import BadRow, UserError
 
 
-def document_order(count: int, seed: int) -> Sequence[int]:
-    """The endless order of documents: element n is a number below `count`; each `count` elements are a permutation.
+def document_order(count: int, seed: int) -> Order:
+    """The endless order of the documents of a stream of one source."""
+    return Order(count, seed)
 
-    Every epoch has its own permutation. Elements are computed when asked for, none is kept.
+
+def content_fingerprint(rows: Table[Any, Any]) -> str:
+    """Differs where up to 64 rows, spread evenly over all, differ.
+
+    A corpus that was replaced is noticed; one that was edited here and there may not be. A row that cannot be read
+    counts as such: it is refused when its turn comes.
     """
-    import grain  # here, not above: grain imports jax, which reading sources and packing do without
-
-    return grain.MapDataset.range(count).seed(seed).shuffle().repeat(reseed_each_epoch=True)
-
-
-def content_fingerprint(documents: Documents) -> str:
-    """Differs where up to 64 documents, spread evenly over all, differ.
-
-    A corpus that was replaced is noticed; one that was edited here and there may not be. A document that cannot be
-    read counts as such: its row is refused when its turn comes.
-    """
-    digest, last = hashlib.sha256(), len(documents) - 1
+    digest, last = hashlib.sha256(), len(rows) - 1
     for index in sorted({number * last // 63 for number in range(64)}):
         try:
-            text = documents[index]
+            row = rows[index]
         except UserError:
-            text = "unreadable"
-        digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
+            row = "unreadable"
+        digest.update((row if isinstance(row, str) else repr(row)).encode("utf-8", "surrogatepass") + b"\0")
     return digest.hexdigest()[:16]
 
 
-class Stream(Iterator[Rows]):
-    """Packed rows without end; `next(stream)` gives the `Rows` of a step, arrays [rows, S].
+class ExactStream(Iterator[Rows]):
+    """Packed rows; `next(stream)` gives the `Rows` of a step, arrays [rows, ...].
+
+    It ends where every shard held here has: those that end sooner give rows of padding.
+
+    Args:
+        workers: processes that make the rows, each of whole shards; 0: this one does.
+        prefetch: steps that each worker is ahead.
+        held: the shards this process makes, all by default; a step then has the rows r with r mod V in `held`.
+        report: a file for the bad rows passed by, a line of JSON each, with the number of the step, from 1.
+
+    Raises `UserError` for arguments outside their bounds and for a member without a single token; while it runs, what
+    reading rows raises, and `UserError` once more rows are bad than the pipeline allows. `close` ends its workers.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        workers: int = 0,
+        prefetch: int = 2,
+        held: Sequence[int] | None = None,
+        report: Path | None = None,
+    ):
+        deal = pipeline.deal
+        held = range(deal.shards) if held is None else sorted(set(held))
+        if not held or held[0] < 0 or held[-1] >= deal.shards:
+            raise UserError(f"held shards are {list(held)}: name one or more of 0..{deal.shards - 1}")
+        if not 0 <= workers <= len(held) or prefetch < 1:
+            raise UserError(
+                f"{workers} workers with prefetch {prefetch} for {len(held)} shards: give at most {len(held)} workers, "
+                "as each makes whole shards, and prefetch at least 1"
+            )
+        self._pipeline, self._workers, self._prefetch, self._report = pipeline, workers, prefetch, report
+        self._states = {shard: first_state(deal, shard) for shard in held}
+        self._steps: Generator[Step, None, None] | None = None
+        for items, name in zip(pipeline.items, deal.names, strict=True):
+            _require_tokens(items, f" of {name!r}" if len(deal.names) > 1 else "", pipeline.bad_row_limit)
+        self._stream = _describe(pipeline)
+
+    def __next__(self) -> Rows:
+        if self._steps is None:
+            self._steps = self._start()
+        try:
+            step = next(self._steps)
+            self._count_bad(step)
+        except BaseException:
+            self.close()  # the next one begins anew where the last one ended
+            raise
+        if not any(step.rows.row_ids):
+            raise StopIteration
+        self._states = step.states
+        return replace(step.rows, state=self.state(), metrics=self._metrics(step))
+
+    def state(self) -> dict[str, Any]:
+        """JSON to go on from after the rows returned so far.
+
+        Where rows are fetched ahead of the step, save the `state` of the last `Rows` consumed instead.
+        """
+        return {"stream": dict(self._stream), "shards": {str(v): state.to_json() for v, state in self._states.items()}}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from `state`: the same rows as if the stream had never stopped.
+
+        `workers`, `held`, the rows of a step, and weights and epochs of a mixture may differ from the run that saved
+        it. Raises `UserError`, and changes nothing, where anything else that decides a shard's rows differs or a held
+        shard is missing.
+        """
+        _require_same_stream(state, self._stream, "this run")
+        missing = [shard for shard in self._states if str(shard) not in state["shards"]]
+        if missing:
+            raise UserError(f"the data state lacks the shards {missing}: merge the states of all processes first")
+        self.close()
+        self._states = {shard: ShardState.from_json(state["shards"][str(shard)]) for shard in self._states}
+
+    def close(self) -> None:
+        """End the workers. The stream can still go on, with new ones."""
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = None
+
+    def _metrics(self, step: Step) -> dict[str, float]:
+        """Counts since the first step, and what part of the step's tokens each member of a mixture has."""
+        metrics: dict[str, float] = {}
+        if self._pipeline.bad_row_limit is not None:
+            metrics["bad_rows"] = _bad(step.states)
+        counts = sum((Counter(state.packer.get("counts", {})) for state in step.states.values()), Counter())
+        metrics |= {f"packing/{name}": count for name, count in counts.items()}
+        names, arrays = self._pipeline.deal.names, step.rows.arrays
+        if len(names) > 1:
+            tokens = np.bincount(arrays["sources"][arrays["segment_ids"] > 0], minlength=len(names))
+            metrics |= {f"share/{name}": float(count / tokens.sum()) for name, count in zip(names, tokens, strict=True)}
+        return metrics
+
+    def _start(self) -> Generator[Step, None, None]:
+        if self._report is not None:
+            _forget_after(self._report, _steps_done(self._states))
+        if self._workers:
+            return steps_of_workers(self._pipeline, self._states, self._workers, self._prefetch)
+        return make_steps(self._pipeline, self._states)
+
+    def _count_bad(self, step: Step) -> None:
+        """Report the rows that were passed by; raises `UserError` if they are too many."""
+        skipped = [error for errors in step.skipped for error in errors]
+        if not skipped:
+            return
+        if self._report is not None:
+            with self._report.open("a", encoding="utf-8") as file:
+                for error in skipped:
+                    line = {"step": _steps_done(step.states), "row": str(error.row), "reason": error.reason}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        count, limit = _bad(step.states), self._pipeline.bad_row_limit
+        if limit is not None and count > limit:
+            where = f"; all are in {self._report}" if self._report else ""
+            raise UserError(
+                f"{count} rows of data could not be used, and at most {limit} may be: mend them or raise the limit"
+                f"{where}; the last one: {skipped[-1]}"
+            )
+
+
+class Stream(ExactStream):
+    """The exact stream of the texts of one table, as rows of `length` tokens; it never ends.
 
     Args:
         documents: the texts, in their own order.
@@ -56,9 +180,7 @@ class Stream(Iterator[Rows]):
         shards: V, the virtual shards; at most the number of documents.
         seed: of the order, 0 to 2**32 - 1.
         source: the number written into `sources`.
-        held: the shards this process makes, all by default; a step then has the rows r with r mod V in `held`.
-
-    Raises `UserError` for arguments outside these bounds and for documents without a single token.
+        held: as in `ExactStream`.
     """
 
     def __init__(
@@ -73,70 +195,27 @@ class Stream(Iterator[Rows]):
         source: int = 0,
         held: Sequence[int] | None = None,
     ):
-        held = range(shards) if held is None else sorted(set(held))
-        _check(len(documents), length, rows, shards, seed, held)
-        self._documents, self._tokenizer, self._length, self._source = documents, tokenizer, length, source
-        self._shards = shards
-        self._row_shards = [row % shards for row in range(rows) if row % shards in held]
-        self._order = document_order(len(documents), seed)
-        self._places = {shard: Place() for shard in held}
-        self._last_read: dict[int, tuple[int, Document]] = {}
-        # One document with a token is enough for every shard to fill its rows in the end; ordinarily it is the first.
-        if not any(tokenizer.encode(documents[number]).size for number in range(len(documents))):
-            raise UserError(f"none of the {len(documents)} documents has a token: give documents with text")
-        self._stream = {
-            "documents": len(documents),
-            "length": length,
-            "seed": seed,
-            "shards": shards,
-            "tokenizer": tokenizer.fingerprint,
-            "content": content_fingerprint(documents),
-            # The seed does not imply it: a version of Grain that shuffles otherwise would go on in another order.
-            "grain_order": [int(self._order[number]) for number in range(8)],
-        }
+        items = TextItems(documents, tokenizer, source)
+        deal = Deal((len(documents),), shards, seed)
+        super().__init__(Pipeline((items,), deal, ConcatenateAndSplit(length), rows), held=held)
 
-    def __next__(self) -> Rows:
-        places, packed = dict(self._places), []
-        for shard in self._row_shards:
-            row, places[shard] = pack_row(partial(self._read, shard), places[shard], self._length, self._source)
-            packed.append(row)
-        self._places = places  # only now: a row that cannot be read leaves the stream where it was
-        return stack_rows(packed, self.state())
 
-    def state(self) -> dict[str, Any]:
-        """JSON to go on from after the rows returned so far.
+def with_last(stream: Iterator[Rows]) -> Iterator[tuple[Rows, bool]]:
+    """The rows of step after step, and whether they are the last ones.
 
-        Where rows are fetched ahead of the step, save the `state` of the last `Rows` consumed instead.
-        """
-        return {"stream": dict(self._stream), "shards": {str(v): asdict(place) for v, place in self._places.items()}}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state`: the same rows as if the stream had never stopped.
-
-        `rows` and `held` may differ from the run that saved it. Raises `UserError`, and changes nothing, where
-        anything that decides a shard's rows differs or a held shard is missing.
-        """
-        _require_same_stream(state, self._stream, "this run")
-        missing = [shard for shard in self._places if str(shard) not in state["shards"]]
-        if missing:
-            raise UserError(f"the data state lacks the shards {missing}: merge the states of all processes first")
-        places = {shard: Place(**state["shards"][str(shard)]) for shard in self._places}
-        for shard, place in places.items():
-            document = self._read(shard, place.document)
-            if place.token and place.token >= document.tokens.size:
-                raise UserError(
-                    f"the data state stands at token {place.token} of {document.row_id}, which has "
-                    f"{document.tokens.size}: the documents changed; bring them back or start the data anew"
-                )
-        self._places = places
-
-    def _read(self, shard: int, number: int) -> Document:
-        """The shard's document `number`; the last one is kept, because a long document is read once a row."""
-        if self._last_read.get(shard, (None,))[0] != number:
-            index = int(self._order[shard + number * self._shards])
-            document = make_document(self._documents[index], self._documents.row_id(index), self._tokenizer)
-            self._last_read[shard] = (number, document)
-        return self._last_read[shard][1]
+    What goes wrong with the next ones, which it reads to know that, is raised after these.
+    """
+    rows = next(stream, None)
+    while rows is not None:
+        following, error = None, None
+        try:
+            following = next(stream, None)
+        except Exception as raised:
+            error = raised
+        yield rows, following is None and error is None
+        if error is not None:
+            raise error
+        rows = following
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -146,14 +225,34 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     for state in states:
         _require_same_stream(state, states[0].get("stream", {}), "another process")
-    return {**states[0], "shards": {shard: place for state in states for shard, place in state["shards"].items()}}
+    return {**states[0], "shards": {shard: at for state in states for shard, at in state["shards"].items()}}
 
 
-def _require_same_stream(state: dict[str, Any], stream: dict[str, Any], whose: str) -> None:
+def _describe(pipeline: Pipeline) -> dict[str, Any]:
+    """What has to be the same for the rows to go on exactly, as JSON."""
+    deal, packer = pipeline.deal, pipeline.packer
+    settings = [items.settings() for items in pipeline.items]
+    contents = "".join(content_fingerprint(items.rows) for items in pipeline.items)
+    return {
+        "documents": sum(deal.sizes),
+        "seed": deal.seed,
+        "shards": deal.shards,
+        "packing": type(packer).__name__,
+        **json.loads(json.dumps(asdict(packer))),  # type: ignore[call-overload]
+        **(settings[0] if settings.count(settings[0]) == len(settings) else {"settings": settings}),
+        "members": list(deal.names),
+        "by": deal.by,
+        "content": hashlib.sha256(contents.encode()).hexdigest()[:16],
+        # The seed does not imply it: another version that shuffles otherwise would go on in another order.
+        "order": [deal.orders()[0][number] for number in range(8)],
+    }
+
+
+def _require_same_stream(state: dict[str, Any], stream: Mapping[str, Any], whose: str) -> None:
     if not isinstance(state, dict) or set(state) != {"stream", "shards"}:
-        raise UserError("the data state is not one that Stream.state() gave: it must hold 'stream' and 'shards'")
-    for name, value in stream.items():
-        saved = state["stream"].get(name)
+        raise UserError("the data state is not one that a stream gave: it must hold 'stream' and 'shards'")
+    for name in {**stream, **state["stream"]}:
+        saved, value = state["stream"].get(name), stream.get(name)
         if saved != value:
             raise UserError(
                 f"the data state has {name} {saved!r}, {whose} has {value!r}: they must agree to go on exactly; "
@@ -161,21 +260,30 @@ def _require_same_stream(state: dict[str, Any], stream: dict[str, Any], whose: s
             )
 
 
-def _check(documents: int, length: int, rows: int, shards: int, seed: int, held: Sequence[int]) -> None:
-    if length < 2:
-        raise UserError(f"row length is {length}: it must be at least 2, or a row could have no target")
-    if rows < 1 or shards < 1:
-        raise UserError(f"{rows} rows a step over {shards} shards: give at least 1 of each, as many shards as rows")
-    if rows % shards:
-        fewer = max(number for number in range(1, shards) if rows % number == 0)
-        more = shards * (rows // shards + 1)
-        raise UserError(
-            f"{rows} rows a step over {shards} shards: shards must divide rows; set shards to {fewer} or rows to {more}"
-        )
-    if documents < shards:
-        mend = f"give more documents, or at most {documents} shards"
-        raise UserError(f"{documents} documents for {shards} shards: each shard needs its own; {mend}")
-    if not 0 <= seed < 2**32:
-        raise UserError(f"data seed is {seed}: it must lie in 0..{2**32 - 1}")
-    if not held or held[0] < 0 or held[-1] >= shards:
-        raise UserError(f"held shards are {list(held)}: name one or more of 0..{shards - 1}")
+def _require_tokens(items: Items, name: str, limit: int | None) -> None:
+    """One item with a token is enough for every shard to fill its rows in the end; ordinarily it is the first."""
+    bad = 0
+    for index in range(len(items)):
+        try:
+            if items[index].tokens.size:
+                return
+        except BadRow:
+            bad += 1
+            if limit is None or bad > limit:
+                raise
+    raise UserError(f"none of the {len(items)} documents{name} has a token: give documents with text")
+
+
+def _bad(states: Mapping[int, ShardState]) -> int:
+    return sum(state.bad for state in states.values())
+
+
+def _steps_done(states: Mapping[int, ShardState]) -> int:
+    return max(state.step for state in states.values())
+
+
+def _forget_after(report: Path, step: int) -> None:
+    """Drop the lines of later steps, of a run that died after its last checkpoint."""
+    if report.exists():
+        lines = report.read_text("utf-8").splitlines(keepends=True)
+        report.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), "utf-8")

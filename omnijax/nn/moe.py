@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from omnijax.errors import UserError
-from omnijax.nn.grouped import grouped
+from omnijax.nn.experts import apply_experts
 from omnijax.nn.router import Router, Routing, measure
 from omnijax.sharding import activation_spec, constrain, current_rules, parameter_spec
 
@@ -110,8 +110,8 @@ def _per_device(expert, select, split, layout, x, logits, real, kernels, correct
     return y.reshape(x.shape), choice.reshape(*x.shape[:2], -1), dropped.reshape(x.shape[:2])
 
 
-def _compute(expert, kernels, x, choice, weight):
-    """`grouped`, of arrays that all vary over the same mesh axes, so that each of its results does."""
+def _compute(expert, kernels, x, choice, weight, share=1):
+    """`apply_experts`, of arrays that all vary over the same mesh axes, so that each of its results does."""
     arrays = (kernels, x, choice, weight)
     everywhere = frozenset().union(*map(_varying, jax.tree.leaves(arrays)))
 
@@ -119,7 +119,7 @@ def _compute(expert, kernels, x, choice, weight):
         missing = tuple(everywhere - _varying(a))
         return lax.pcast(a, missing, to="varying") if missing else a
 
-    return grouped(expert, *jax.tree.map(vary, arrays)).astype(x.dtype)
+    return apply_experts(expert, *jax.tree.map(vary, arrays), share=share).astype(x.dtype)
 
 
 def _varying(a: Array) -> frozenset[str]:
@@ -132,7 +132,7 @@ def _gather(compute, devices, x, choice, weight, experts):
     x, choice, weight = (lax.all_gather(a, devices, tiled=True) for a in (x, choice, weight))
     here = experts // lax.axis_size(devices)
     choice = choice - lax.axis_index(devices) * here
-    y = compute(x, jnp.where((choice >= 0) & (choice < here), choice, here), weight)
+    y = compute(x, jnp.where((choice >= 0) & (choice < here), choice, here), weight, share=lax.axis_size(devices))
     y = lax.psum_scatter(y, devices, tiled=True)
     return y, jnp.zeros_like(choice[: len(y), 0])
 
