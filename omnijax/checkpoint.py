@@ -5,11 +5,12 @@ One step is five items: `params` and `optimizer` (arrays), `data` (state of the 
 """
 
 import contextlib
+import functools
 import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -169,13 +170,16 @@ def _item(manager: Any, step: int, name: str) -> dict[str, Any]:
 
 def _read(manager: Any, step: int, args: Any) -> Any:
     """Items of a step. Raises `UserError`, with the way out, where files of it are cut off or missing."""
+    hook = sys.unraisablehook
+    sys.unraisablehook = functools.partial(_hush_unfinished_reads, hook)
     try:
-        return manager.restore(step, args=args)
+        items = manager.restore(step, args=args)
+        sys.unraisablehook = hook
+        return items
     except Exception as error:
         # Of damage orbax makes these, or a bare Exception; memory that ran out, for one, is something else.
         if not isinstance(error, OSError | ValueError | LookupError) and type(error) is not Exception:
             raise
-        _hush_unfinished_reads()
         older = [str(other) for other in sorted(manager.all_steps()) if other < step]
         mend = f"move its folder away to go on from step {older[-1]}" if older else "bring back a copy of it"
         raise UserError(
@@ -184,16 +188,12 @@ def _read(manager: Any, step: int, args: Any) -> Any:
         ) from error
 
 
-def _hush_unfinished_reads() -> None:
-    """Orbax leaves reads half done when one fails; each would print a traceback whenever it is collected."""
-    otherwise = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        code = getattr(unraisable.object, "cr_code", None)
-        if code is None or "orbax" not in code.co_filename:
-            otherwise(unraisable)
-
-    sys.unraisablehook = hook
+def _hush_unfinished_reads(otherwise: Callable[[Any], None], unraisable: Any) -> None:
+    """Orbax leaves reads half done when one fails; each would print a traceback when it ends or is collected."""
+    code = getattr(unraisable.object, "cr_code", None)
+    ends_late = unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"
+    if not ends_late and (code is None or "orbax" not in code.co_filename):
+        otherwise(unraisable)
 
 
 def _reason(error: Exception) -> str:

@@ -65,11 +65,10 @@ def pieces(path: str, described: Mapping[str, Description], names: Names) -> lis
     for layer, at_layer in layers:
         for name, part in parts:
             at_part = at_layer if part.index is None else at_layer | {each.axes.index(None): part.index}
+            options: list[tuple[int | None, dict[int, int]]] = [(None, at_part)]
             if "{expert}" in name:
                 axis = each.axes.index("experts")
                 options = [(expert, at_part | {axis: expert}) for expert in range(each.shape[axis])]
-            else:
-                options = [(None, at_part)]
             for expert, fixed in options:
                 groups = _groups(each, fixed, inputs_first=part.inputs_first)
                 found.append(Piece(name.format(layer=layer, expert=expert), fixed, groups))

@@ -56,9 +56,10 @@ def attention(
     start, end = (constrain(x, "batch", "attention_length") for x in span)
     k, v = _repeat_heads(q.shape[2], k, v, inside_axes()[2], chunks)
     options = {"scale": scale, "soft_cap": soft_cap}
-    parts = [_cut(x, chunks, axis=2) for x in (q, k, v)]
+    queries, keys, values = (_cut(x, chunks, axis=2) for x in (q, k, v))
     sinks_parts = [None] * chunks if sinks is None else _cut(sinks, chunks, axis=0)
-    outs = [_attend(*each, (start, end), options) for each in zip(*parts, sinks_parts, strict=True)]
+    parts = zip(queries, keys, values, sinks_parts, strict=True)
+    outs = [_attend(q, k, v, sinks, (start, end), options) for q, k, v, sinks in parts]
     return _join(outs, axis=2)
 
 

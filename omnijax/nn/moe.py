@@ -40,7 +40,7 @@ class MixtureOfExperts(nnx.Module):
         """Padding (`real` is false) goes to no expert and is counted nowhere."""
         logits = self.router(x)
         correction = None if self.router.correction is None else self.router.correction[...]
-        variables = {path[0]: variable for path, variable in nnx.to_flat_state(nnx.state(self.experts))}
+        variables = {str(path[0]): variable for path, variable in nnx.to_flat_state(nnx.state(self.experts))}
         kernels = {name: variable[...] for name, variable in variables.items()}
         # Inside a scan over layers an array has lost its first axis, and its names have not.
         axes = {name: variable.axes[-kernels[name].ndim :] for name, variable in variables.items()}
@@ -74,17 +74,18 @@ def dispatch(
     rules = current_rules()
     if spec is None or rules is None or jax.sharding.get_abstract_mesh().size == 1:
         return _per_device(expert, select, {}, None, x, logits, real, kernels, correction)
-    specs = {name: parameter_spec(axes[name], kernel.shape) for name, kernel in kernels.items()}
+    specs = {name: parameter_spec(axes[name], kernel.shape) or PartitionSpec() for name, kernel in kernels.items()}
     split = {name: tuple(zip(axes[name], specs[name], strict=True)) for name in kernels}
     _check_tokens_are_split(spec, split)
     mesh = jax.sharding.get_abstract_mesh()
     tokens = PartitionSpec(*spec[:2])
+    x, logits = (constrain(a, "batch", "length", None) for a in (x, logits))
     return jax.shard_map(
         functools.partial(_per_device, expert, select, split, rules.layout),
         in_specs=(spec, spec, tokens, specs, PartitionSpec()),
         out_specs=(spec, spec, tokens),
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-    )(*(constrain(a, "batch", "length", None) for a in (x, logits)), real, dict(kernels), correction)
+    )(x, logits, real, dict(kernels), correction)
 
 
 def _per_device(expert, select, split, layout, x, logits, real, kernels, correction):
