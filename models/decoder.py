@@ -144,6 +144,7 @@ class Decoder(nnx.Module):
         loss: TextLoss | None = None,
         router_loss: RouterLoss | None = None,
         vocab_multiple: int = 1,
+        sources: int = 1,
     ):
         table = functools.partial(
             Embedding, config.vocab_size, config.hidden_size, std=config.initializer_range, multiple=vocab_multiple
@@ -154,6 +155,7 @@ class Decoder(nnx.Module):
         self.lm_head = None if config.tie_word_embeddings else table(rngs=rngs)
         self.frequencies, self.attention_factor = tuple(float(f) for f in frequencies), attention_factor
         self.config, self.loss, self.router_loss = config, loss or TextLoss(), router_loss or RouterLoss()
+        self.sources = sources  # of the data, whose losses are reported one by one
         if router_loss is not None and not any(is_routed(block) for stack in self.stacks for block in stack.blocks):
             raise UserError(f"{type(config).__name__}: a loss for the router is given, but no layer has experts")
 
@@ -167,7 +169,9 @@ class Decoder(nnx.Module):
             x, routing = stack(x, rotation, span, real)
             routings.append(routing)
         hidden = self.norm(x)
-        text, metrics = self.loss(hidden, self._head(), batch.targets, batch.weights, self.config.vocab_size)
+        text, metrics = self.loss(
+            hidden, self._head(), batch.targets, batch.weights, self.config.vocab_size, batch.sources, self.sources
+        )
         objectives = {"text": text}
         routing = in_layer_order(routings)
         if routing is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from omnijax import ginfile
-from omnijax.data.mixture import Mixture
+from omnijax.data.mixture import Mixture, source_names
 from omnijax.data.sources import Source
 from omnijax.data.tokenizer import Tokenizer
 from omnijax.errors import UserError
@@ -201,7 +201,12 @@ class Train:
 
     def model_options(self) -> dict[str, Any]:
         """What `model.build` takes beside the model config."""
-        options = {"remat": self.compute.remat, "loss": self.loss, "vocab_multiple": self.compute.vocab_multiple}
+        options = {
+            "remat": self.compute.remat,
+            "loss": self.loss,
+            "vocab_multiple": self.compute.vocab_multiple,
+            "sources": len(source_names(self.data.source)) or 1,
+        }
         return options if self.router is None else options | {"router_loss": self.router}
 
 

@@ -49,19 +49,29 @@ class TextLoss:
         targets: Int[Array, "B S"],
         weights: Float[Array, "B S"],
         vocab_size: int,
+        sources: Int[Array, "B S"] | None = None,
+        source_count: int = 1,
     ) -> tuple[Mean, dict[str, Mean]]:
         """The objective, and the means `cross_entropy` and `z` (the mean squared log-partition) to report.
 
-        Rows of `head` from `vocab_size` on fill it up; they are no tokens.
+        Of several `sources`, numbered from 0, `cross_entropy_by_source` has a mean [source_count] each. Rows of `head`
+        from `vocab_size` on fill it up; they are no tokens.
         """
         weights = weights.astype(jnp.float32)
         head = constrain(head, "act_vocab", None)
-        loss, (entropy, z) = weighted_cross_entropy(hidden, head, targets, weights, self.z_loss, self.chunk, vocab_size)
+        loss, (entropy, z, terms) = weighted_cross_entropy(
+            hidden, head, targets, weights, self.z_loss, self.chunk, vocab_size
+        )
         total = weights.sum()
-        return (loss, total), {"cross_entropy": (entropy, total), "z": (z, total)}
+        metrics = {"cross_entropy": (entropy, total), "z": (z, total)}
+        if sources is not None and source_count > 1:
+            of_source = sources == jnp.arange(source_count)[:, None, None]
+            sums, counts = (jnp.where(of_source, x, 0).sum((1, 2)) for x in (terms, weights))
+            metrics["cross_entropy_by_source"] = (sums, counts)
+        return (loss, total), metrics
 
 
-Sums = tuple[Float32[Array, ""], tuple[Float32[Array, ""], Float32[Array, ""]]]
+Sums = tuple[Float32[Array, ""], tuple[Float32[Array, ""], Float32[Array, ""], Float32[Array, "B S"]]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -74,7 +84,7 @@ def weighted_cross_entropy(
     chunk: int,
     vocab_size: int,
 ) -> Sums:
-    """`sum_t w_t (lse_t - logit_t[target_t] + z_loss lse_t^2)`, and its two terms without `z_loss`.
+    """`sum_t w_t (lse_t - logit_t[target_t] + z_loss lse_t^2)`; its two terms without `z_loss`, the first by token too.
 
     Logits exist for one chunk at a time. The gradient flows to `hidden` and `head` from the first result alone; as it
     is linear in a scalar it is computed beside the loss, which saves computing the logits a second time.
@@ -117,10 +127,11 @@ def _chunks(hidden, head, targets, weights, z_loss, chunk, vocab_size, *, with_g
         # A comparison, not a gather: it fuses, needs no scatter backwards, and works on a split vocabulary.
         hit = ids == target[..., None]
         target_logit = jnp.where(hit, logits, 0).sum(-1)
-        entropy += (weight * (log_partition - target_logit)).sum()
+        terms = weight * (log_partition - target_logit)
+        entropy += terms.sum()
         z += (weight * log_partition**2).sum()
         if not with_gradient:
-            return ((entropy, z), head_gradient), None
+            return ((entropy, z), head_gradient), (terms, None)
         # d/dlogits of the loss: softmax (1 + 2 z_loss lse) - onehot, times the weight
         slope = unnormalised * ((weight * (1 + 2 * z_loss * log_partition))[..., None] / partition)
         slope = (slope - jnp.where(hit, weight[..., None], 0)).astype(x.dtype)
@@ -128,13 +139,14 @@ def _chunks(hidden, head, targets, weights, z_loss, chunk, vocab_size, *, with_g
         # x and y stay: every device sums its own tokens, and devices are summed once, after the last chunk.
         head_gradient += jnp.einsum("xycv,xyce->xyve", slope, x, preferred_element_type=jnp.float32)
         head_gradient = constrain(head_gradient, "batch", "length", "act_vocab", None)
-        return ((entropy, z), head_gradient), x_gradient.astype(x.dtype)
+        return ((entropy, z), head_gradient), (terms, x_gradient.astype(x.dtype))
 
     zero = jnp.zeros((), jnp.float32)
     head_gradient = jnp.zeros((rows, lengths, *head.shape) if with_gradient else (), jnp.float32)
     inputs = tuple(groups(x) for x in (hidden, targets, weights))
-    ((entropy, z), head_gradient), x_gradient = jax.lax.scan(one_chunk, ((zero, zero), head_gradient), inputs)
-    sums = (entropy + z_loss * z, (entropy, z))
+    carry, (terms, x_gradient) = jax.lax.scan(one_chunk, ((zero, zero), head_gradient), inputs)
+    (entropy, z), head_gradient = carry
+    sums = (entropy + z_loss * z, (entropy, z, _from_chunks(terms, targets.shape, rows, lengths)))
     if not with_gradient:
         return sums, None
     return sums, (_from_chunks(x_gradient, hidden.shape, rows, lengths), head_gradient.sum((0, 1)))

@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -39,7 +39,9 @@ class StepLog:
         learning_rate: optax.Schedule,
         cost: flops.Cost,
         peak: float | None,
+        sources: Sequence[str] = (),
     ):
+        self._sources = sources  # names of the members of a mixture
         self.folder, self._learning_rate, self._cost, self._peak = folder, learning_rate, cost, peak
         self._leads = jax.process_index() == 0
         self._writer = MetricsWriter(folder, done=done) if self._leads else None
@@ -76,7 +78,13 @@ class StepLog:
             self.expert_load = load
             # 0 where every expert has the same load, 1 where some layer's busiest has twice its share.
             found["router_max_violation"] = load.max() * load.shape[1] - 1
+        losses = found.pop("cross_entropy_by_source", None)
         values = {name: float(value) for name, value in found.items()}
+        if losses is not None:
+            arrays = rows.arrays
+            tokens = np.bincount(arrays["sources"].ravel(), arrays["weights"].ravel(), minlength=len(self._sources))
+            named = zip(self._sources, losses, tokens, strict=True)
+            values |= {f"loss/{name}": float(loss) for name, loss, count in named if count}
         self._check_finite(number, rows, values)
         values |= {"learning_rate": float(self._learning_rate(number - 1))} | self._speed(rows, seconds)
         self.last |= values

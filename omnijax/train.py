@@ -21,7 +21,7 @@ from omnijax.data import documents
 from omnijax.data.documents import Documents
 from omnijax.data.evaluation import Evaluation, evaluation_rows
 from omnijax.data.items import TextItems
-from omnijax.data.mixture import deal_members, open_members
+from omnijax.data.mixture import deal_members, open_members, source_names
 from omnijax.data.packing import ConcatenateAndSplit
 from omnijax.data.shards import Pipeline
 from omnijax.data.stream import ExactStream, with_last
@@ -129,6 +129,7 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
             learning_rate=learning_rate(settings.optimizer, run.steps),
             cost=flops.forward_cost(model, settings.model.attention_costs()),
             peak=peak,
+            sources=source_names(data.source),
         )
         stack.callback(log.close)
         programs = 1  # compiled, once the first step is done

@@ -62,7 +62,7 @@ def found(hidden, head, targets, weights, z_loss: float, vocab: int, chunk: int)
         return weighted_cross_entropy(hidden, head, targets, weights, z_loss, chunk, vocab)
 
     differentiate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-    (value, (entropy, z)), gradients = differentiate(hidden, head)
+    (value, (entropy, z, _)), gradients = differentiate(hidden, head)
     return {"loss": value, "entropy": entropy, "z": z, "hidden": gradients[0], "head": gradients[1]}
 
 
@@ -82,9 +82,24 @@ def test_loss_and_gradients(chunk: int, z_loss: float) -> None:
 
 def test_without_a_gradient_the_loss_is_the_same() -> None:
     given = arrays()
-    loss, (entropy, z) = jax.jit(weighted_cross_entropy, static_argnums=(4, 5, 6))(*given, 0.3, 7, VOCABULARY)
+    loss, (entropy, z, _) = jax.jit(weighted_cross_entropy, static_argnums=(4, 5, 6))(*given, 0.3, 7, VOCABULARY)
     reference = expected(*given, 0.3, VOCABULARY)
     assert [float(x) for x in (loss, entropy, z)] == pytest.approx([reference[x] for x in ("loss", "entropy", "z")])
+
+
+def test_each_source_has_a_loss_of_its_own() -> None:
+    """That of the rows with all other sources' weights at 0; one with no token has weight 0."""
+    hidden, head, targets, weights = arrays()
+    sources = np.random.default_rng(3).integers(0, 2, targets.shape)
+    _, metrics = TextLoss(chunk=7)(*map(jnp.asarray, (hidden, head, targets, weights)), VOCABULARY, jnp.asarray(sources), 3)
+    sums, counts = metrics["cross_entropy_by_source"]
+    for source in range(3):
+        own = weights * (sources == source)
+        assert float(sums[source]) == pytest.approx(
+            expected(hidden, head, targets, own, 0.0, VOCABULARY)["entropy"], rel=1e-5
+        )
+        assert float(counts[source]) == pytest.approx(own.sum())
+    assert (float(sums[2]), float(counts[2])) == (0, 0)
 
 
 def test_the_gradient_scales_with_what_comes_from_above() -> None:

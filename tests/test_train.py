@@ -59,6 +59,33 @@ def checkpoints(folder: Path) -> set[str]:
     return {path.name for path in (folder / "checkpoints").iterdir()}
 
 
+def test_a_mixture_reports_the_loss_of_each_member(tmp_path: Path) -> None:
+    """Members' losses, weighed by their trained tokens, are the loss; a member with no token in a step has none."""
+    path = runs.write_config(tmp_path)
+    (tmp_path / "others.jsonl").write_text('{"text": "zzzzzzzzzzzzzzzzzzzzzzzz"}\n' * 20)
+    text = path.read_text().replace(
+        """config.Data.source = @sources.JsonLines()
+sources.JsonLines.path = "texts.jsonl"
+""",
+        """from omnijax.data import mixture
+config.Data.source = @mixture.Mixture()
+mixture.Mixture.members = (@prose/mixture.Member(), @zeds/mixture.Member())
+prose/mixture.Member.name = "prose"
+prose/mixture.Member.source = @prose/sources.JsonLines()
+prose/sources.JsonLines.path = "texts.jsonl"
+zeds/mixture.Member.name = "zeds"
+zeds/mixture.Member.source = @zeds/sources.JsonLines()
+zeds/sources.JsonLines.path = "others.jsonl"
+""",
+    )
+    path.write_text(text)
+    seen = runs.run(path, "Run.steps=14")
+    first, last = seen.metrics[0], seen.metrics[-1]
+    low, high = sorted((first["loss/prose"], first["loss/zeds"]))
+    assert low <= first["loss"] <= high
+    assert last["loss/zeds"] < last["loss/prose"]  # one letter over and over is soon learnt
+
+
 # Going on
 
 

@@ -82,6 +82,11 @@ class Mixture:
                 raise UserError(f"all weights of the mixture are 0 at step {step}: give one of its members some")
 
 
+def source_names(source: Source | Mixture) -> tuple[str, ...]:
+    """The names of a mixture's members; a source alone has none."""
+    return tuple(member.name for member in source.members) if isinstance(source, Mixture) else ()
+
+
 def open_members(source: Source | Mixture, holdout: float = 0.0) -> tuple[list[Documents], list[Documents]]:
     """The documents of a source, or of each member of a mixture, to train on, and those of each that are held out.
 
