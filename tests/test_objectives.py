@@ -91,7 +91,8 @@ def test_each_source_has_a_loss_of_its_own() -> None:
     """That of the rows with all other sources' weights at 0; one with no token has weight 0."""
     hidden, head, targets, weights = arrays()
     sources = np.random.default_rng(3).integers(0, 2, targets.shape)
-    _, metrics = TextLoss(chunk=7)(*map(jnp.asarray, (hidden, head, targets, weights)), VOCABULARY, jnp.asarray(sources), 3)
+    given = map(jnp.asarray, (hidden, head, targets, weights))
+    _, metrics = TextLoss(chunk=7)(*given, VOCABULARY, jnp.asarray(sources), 3)
     sums, counts = metrics["cross_entropy_by_source"]
     for source in range(3):
         own = weights * (sources == source)
