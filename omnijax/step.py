@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Int32
 
 from omnijax import parameters
-from omnijax.batch import Batch
+from omnijax.batch import Batch, Media
+from omnijax.data.omni_packing import batch_fields
 from omnijax.errors import UserError
 from omnijax.objectives import Mean, Outputs
 from omnijax.parameters import Parameters
@@ -131,20 +132,25 @@ def evaluation_step(
 
 
 def put_batch(arrays: Mapping[str, np.ndarray], mesh: Mesh, rules: Rules) -> Batch:
-    """Host rows `[B, S]` as a `Batch` on the mesh; every process passes the same rows and keeps what it holds.
+    """Host rows as a `Batch` on the mesh; every process passes the same rows and keeps what it holds.
 
-    Rows are padded to the next length that the table can split. Raises `UserError` where it cannot split their number.
+    Arrays are `[B, S, ...]`, named as the fields of a `Batch`; those of media are `media.NAME.FIELD` `[B, N, ...]` and
+    `slots.NAME` `[B, S]`. Rows are padded to the next length that the table can split, and so are their units. Raises
+    `UserError` where it cannot split their number.
     """
     sizes = dict(mesh.shape)
     parts = math.prod(sizes[axis] for axis in first_axes(rules.activations, "length"))
 
     def put(name: str, x: np.ndarray) -> Any:
-        x = np.pad(x, [(0, 0), (0, -x.shape[1] % parts), *((0, 0) for _ in x.shape[2:])])
+        nothing = -1 if name.startswith("slots.") else 0
+        padding = [(0, 0), (0, -x.shape[1] % parts), *((0, 0) for _ in x.shape[2:])]
+        x = np.pad(x, padding, constant_values=nothing)
         names = ("batch", "length", *(None,) * (x.ndim - 2))
         spec = place(rules.activations, names, x.shape, sizes, f"batch.{name}").spec
         return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
 
-    return Batch(**{name: put(name, x) for name, x in arrays.items()})
+    fields = batch_fields({name: put(name, x) for name, x in arrays.items()})
+    return Batch(**fields | {"media": {name: Media(**units) for name, units in fields["media"].items()}})
 
 
 def _weights(outputs: Outputs) -> dict[str, Array]:
