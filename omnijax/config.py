@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from omnijax import ginfile
+from omnijax.data.chat_source import has_chat
 from omnijax.data.mixture import Mixture, source_names
 from omnijax.data.sources import Source
 from omnijax.data.tokenizer import Tokenizer
@@ -58,9 +59,9 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Data:
-    """Text, cut into rows.
+    """Text and chats, packed into rows.
 
-    source:   one source, or a mixture of several
+    source:   one source, or a mixture of several; a `Chat` among them has whole samples packed, text split as needed
     length:   tokens of a row
     rows:     rows of the global batch of one step
     shards:   virtual shards of the stream (None: `rows`); the rows depend on it, never on processes or meshes
@@ -70,6 +71,9 @@ class Data:
     bad_rows: at a row of data that cannot be used, `raise` stops; `skip` passes it by, counts it and names it in
               bad_rows.jsonl of the run folder
     bad_row_limit: how many may be passed by in all
+    over_length: what becomes of a chat longer than a row: `raise` stops, `drop` leaves it out, `cut` leaves out its
+              last turns; what is left out is counted
+    look_ahead: how many chats wait for the row that they fit best
     """
 
     source: Source | Mixture
@@ -82,6 +86,8 @@ class Data:
     prefetch: int = ranged(2, at_least=1)
     bad_rows: Literal["raise", "skip"] = "raise"
     bad_row_limit: int = ranged(100, at_least=0)
+    over_length: Literal["raise", "drop", "cut"] = "raise"
+    look_ahead: int = ranged(64, at_least=1)
 
 
 @dataclass(frozen=True)
@@ -188,6 +194,10 @@ class Train:
             raise UserError(
                 f"Evaluation.ngrams = {self.evaluation.ngrams} counts every row, and Data.bad_rows is 'skip'; "
                 f"leave the n-grams out, or set bad_rows to 'raise'"
+            )
+        if self.evaluation.ngrams and has_chat(self.data.source):
+            raise UserError(
+                f"Evaluation.ngrams = {self.evaluation.ngrams} counts text, and Data.source has chats; leave it out"
             )
         if not callable(getattr(self.model, "build", None)):
             raise UserError(f"Train.model = {self.model!r} is not a model config, e.g. @qwen3.Qwen3Config()")

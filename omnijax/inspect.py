@@ -1,22 +1,30 @@
 """Show where every array of a model lives: `python -m omnijax.inspect CONFIG.gin [Name.field=value ...]`.
 
+With `--data` before the config, show what it trains on instead: `omnijax.inspect_data`.
+
 Takes no device memory, and needs no devices: a mesh of any size can be looked at from a laptop.
 """
 
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from omnijax import commands, config, parameters, report, sharding
+from omnijax import commands, config, inspect_data, parameters, report, sharding
 from omnijax.batch import Batch
 from omnijax.mesh import mesh_shape
 from omnijax.sharding import MESH_AXES, Placement
 
 
 def main() -> None:
-    print(inspect(commands.settings_from_command_line("inspect").value))
+    if "--data" in sys.argv:
+        sys.argv.remove("--data")
+        for line in inspect_data.show(commands.settings_from_command_line("inspect --data").value):
+            print(line)
+    else:
+        print(inspect(commands.settings_from_command_line("inspect").value))
 
 
 def inspect(settings: config.Train) -> str:

@@ -7,7 +7,6 @@ import contextlib
 import difflib
 import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,9 @@ from jax.sharding import Mesh
 
 from omnijax import checkpoint, commands, config, flops, metrics, parameters, report, sharding
 from omnijax.data import documents
-from omnijax.data.documents import Documents
-from omnijax.data.evaluation import Evaluation, evaluation_rows
-from omnijax.data.items import TextItems
-from omnijax.data.mixture import deal_members, open_members, source_names
-from omnijax.data.packing import ConcatenateAndSplit
-from omnijax.data.shards import Pipeline
+from omnijax.data.evaluation import Evaluation
+from omnijax.data.mixture import open_members, source_names
+from omnijax.data.pipeline import heldout_rows, make_pipeline
 from omnijax.data.stream import ExactStream, with_last
 from omnijax.errors import UserError
 from omnijax.lock import only_run
@@ -57,20 +53,20 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
     # --- Data ---------------------------------------------------------------------------------------------------
     texts, heldout_texts = open_members(data.source, data.holdout)
     report_file = folder / "bad_rows.jsonl" if jax.process_index() == 0 else None
-    stream = ExactStream(
-        text_pipeline(data, texts, run.seed), workers=data.workers, prefetch=data.prefetch, report=report_file
-    )
+    pipeline = make_pipeline(data, texts, run.seed)
+    stream = ExactStream(pipeline, workers=data.workers, prefetch=data.prefetch, report=report_file)
     counts = [sum(map(len, tables)) for tables in (texts, heldout_texts)]
     say(f"data: {counts[0]} documents, {counts[1]} held out; {data.rows} x {data.length} tokens a step")
     heldout: Evaluation | None = None
     yardsticks: dict[str, float] = {}
     if heldout_texts and settings.evaluation.every:
-        trained, held = documents.concatenate(texts), documents.concatenate(heldout_texts)
-        limit = bad_row_limit(data)
-        heldout = evaluation_rows(held, data.tokenizer, data.length, rows=data.rows, bad_row_limit=limit)
+        heldout = heldout_rows(data, heldout_texts)
         for error in heldout.bad:
             say(f"left out of the held-out text: {error}")
+        if heldout.long:
+            say(f"held out: {heldout.long} chats are longer than a row: dropped or cut, as Data.over_length says")
         if settings.evaluation.ngrams:
+            trained, held = documents.concatenate(texts), documents.concatenate(heldout_texts)
             yardsticks = report.ngram_yardsticks(settings.evaluation.ngrams, trained, held, data.tokenizer)
         for name, nats in yardsticks.items():
             say(f"yardstick: {name} model, {report.bits_per_byte(nats, heldout):.3f} held-out bits per byte")
@@ -182,18 +178,6 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
     return log.last
 
 
-def text_pipeline(data: config.Data, texts: Sequence[Documents], seed: int) -> Pipeline:
-    """How the documents of each source become rows."""
-    items = tuple(TextItems(table, data.tokenizer, number) for number, table in enumerate(texts))
-    deal = deal_members(data.source, [len(table) for table in texts], data.shards or data.rows, seed)
-    return Pipeline(items, deal, ConcatenateAndSplit(data.length), data.rows, bad_row_limit(data))
-
-
-def bad_row_limit(data: config.Data) -> int | None:
-    """How many bad rows may be passed by; None: the first one is raised."""
-    return data.bad_row_limit if data.bad_rows == "skip" else None
-
-
 def run_folder(path: str) -> Path:
     """The run folder, made if missing; `UserError` where it cannot be written, before anything is computed."""
     folder = Path(path).expanduser()
@@ -215,13 +199,14 @@ def use_compile_cache(folder: str) -> str:
 
 
 def heldout_metrics(evaluate, params: parameters.Parameters, heldout: Evaluation, mesh: Mesh, rules: Rules) -> dict:
-    """Means over all held-out tokens, each counted once on any mesh and for any batch, and bits per byte."""
+    """Means over all held-out tokens, each counted once on any mesh and for any batch, and bits per byte of text."""
     total = np.zeros(2)
     for rows in heldout.steps:
         means = evaluate(params, put_batch(rows.arrays, mesh, rules))
         total += np.asarray(jax.device_get(means["cross_entropy"]), np.float64)
     loss = total[0] / total[1]
-    return {"heldout/loss": loss, "heldout/bits_per_byte": report.bits_per_byte(loss, heldout)}
+    bits = {"heldout/bits_per_byte": report.bits_per_byte(loss, heldout)} if heldout.bytes else {}
+    return {"heldout/loss": loss} | bits
 
 
 def changed_settings(before: str, after: str) -> str:

@@ -12,18 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnijax.batch import Batch, Media
-from omnijax.data import omni_packing
+from omnijax.data.budgets import Budgets, choose, propose_budgets
 from omnijax.data.omni_packing import (
-    Budgets,
     FirstFit,
     Item,
     MediaItem,
     UnitShape,
     batch_fields,
-    choose,
     first_messages,
     measure,
-    propose_budgets,
 )
 from omnijax.data.packing import stack_rows
 from omnijax.errors import BadRow, UserError
@@ -388,7 +385,7 @@ def test_a_row_of_changed_data_is_refused():
 
 
 def test_a_stream_of_which_nothing_fits_is_refused(monkeypatch):
-    monkeypatch.setattr(omni_packing, "MOST_UNPACKED", 5)
+    monkeypatch.setattr("omnijax.data.budgets.MOST_UNPACKED", 5)
     packer = FirstFit(Budgets(4), over="drop", split_text=False)
     items = [make_document(number, 9) for number in range(5)]
     assert "none of 5 items, up to number 4, fits a row of {'tokens': 4}" in refusal(UserError, packer, items)

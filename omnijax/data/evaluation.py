@@ -19,13 +19,16 @@ class Evaluation:
         bits per byte = (sum of -log2 p(target) over all weights) / bytes
 
     A document's end is predicted too but stands for no byte; its first token is not predicted and not counted.
-    `empty`: documents without a token, skipped. `bad`: those that could not be used, left out.
+    `bytes` is 0 where rows hold chats, whose labels are not all of a text.
+    `empty`: documents without a token, skipped. `bad`: those that could not be used, left out. `long`: how many chats
+    were longer than a row and so are dropped or cut.
     """
 
     steps: tuple[Rows, ...]
     bytes: int
     empty: int
     bad: tuple[BadRow, ...] = ()
+    long: int = 0
 
 
 def evaluation_rows(

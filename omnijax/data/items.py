@@ -4,7 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from omnijax.data.documents import Documents, Table
+from omnijax.data.omni_packing import Item
 from omnijax.data.packing import Document, make_document
 from omnijax.data.tokenizer import Tokenizer
 from omnijax.errors import BadRow, UserError
@@ -60,3 +63,25 @@ class TextItems:
         tokenizer: Any = self.tokenizer
         bare = dataclasses.replace(tokenizer) if hasattr(tokenizer, "__dataclass_fields__") else tokenizer
         return type(self), (self.rows, bare, self.source)
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentItems:
+    """The documents of `texts` for a packer of whole samples, all of their tokens labels: text among chats."""
+
+    texts: TextItems
+
+    @property
+    def rows(self) -> Documents:
+        return self.texts.rows
+
+    def settings(self) -> dict[str, Any]:
+        return self.texts.settings()
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Item:
+        document = self.texts[index]
+        trained = np.ones(document.tokens.size, np.bool_)
+        return Item(document.tokens, trained, document.row_id, document.source, document=True)

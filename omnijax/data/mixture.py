@@ -9,11 +9,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from omnijax.data.documents import Documents, split
+from omnijax.data.documents import Table, split
 from omnijax.data.order import Order
 from omnijax.data.sources import Source
 from omnijax.errors import UserError
@@ -87,15 +87,19 @@ def source_names(source: Source | Mixture) -> tuple[str, ...]:
     return tuple(member.name for member in source.members) if isinstance(source, Mixture) else ()
 
 
-def open_members(source: Source | Mixture, holdout: float = 0.0) -> tuple[list[Documents], list[Documents]]:
-    """The documents of a source, or of each member of a mixture, to train on, and those of each that are held out.
+def members_of(source: Source | Mixture) -> tuple[Member, ...]:
+    """The members of a mixture; a source alone is the only one, without a name."""
+    return source.members if isinstance(source, Mixture) else (Member("", source),)
+
+
+def open_members(source: Source | Mixture, holdout: float = 0.0) -> tuple[list[Table[Any, Any]], list[Table[Any, Any]]]:
+    """The rows of a source, or of each member of a mixture, to train on, and those of each that are held out.
 
     Raises `UserError` where there are none.
     """
-    members = source.members if isinstance(source, Mixture) else (Member("", source),)
-    train: list[Documents] = []
-    heldout: list[Documents] = []
-    for member in members:
+    train: list[Table[Any, Any]] = []
+    heldout: list[Table[Any, Any]] = []
+    for member in members_of(source):
         try:
             documents = member.source.open()
             if not len(documents):

@@ -1,4 +1,4 @@
-"""Text sources: what a config names. `source.open()` gives the documents."""
+"""Sources: what a config names. `source.open()` gives the rows, `source.items(...)` what they are trained as."""
 
 import glob
 import importlib
@@ -6,9 +6,12 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from omnijax.data.documents import Documents, concatenate
+from omnijax.data.documents import Documents, Table, concatenate
+from omnijax.data.items import Items, TextItems
 from omnijax.data.readers import open_json_lines, open_parquet, open_plain_text
+from omnijax.data.tokenizer import Tokenizer
 from omnijax.errors import UserError
 
 
@@ -16,8 +19,12 @@ class Source(ABC):
     """What `config.Data.source` may be; derive from it to bring your own."""
 
     @abstractmethod
-    def open(self) -> Documents:
-        """The source as random-access documents."""
+    def open(self) -> Table[Any, Any]:
+        """The source as random-access rows: documents, unless `items` reads others."""
+
+    def items(self, rows: Table[Any, Any], tokenizer: Tokenizer, number: int) -> Items:
+        """What becomes of these rows of the source, which has this number among those of a mixture."""
+        return TextItems(rows, tokenizer, number)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import numpy as np
 from omnijax.data.documents import Documents, Table
 from omnijax.data.items import Items, TextItems
 from omnijax.data.mixture import Deal
+from omnijax.data.omni_packing import measure
 from omnijax.data.order import Order
 from omnijax.data.packing import ConcatenateAndSplit, Rows
 from omnijax.data.shards import Pipeline, ShardState, Step, first_state, make_steps
@@ -132,13 +133,14 @@ class ExactStream(Iterator[Rows]):
         self._steps = None
 
     def _metrics(self, step: Step) -> dict[str, float]:
-        """Counts since the first step, and what part of the step's tokens each member of a mixture has."""
+        """Counts since the first step; how full its rows are; what part of its tokens each member of a mixture has."""
         metrics: dict[str, float] = {}
         if self._pipeline.bad_row_limit is not None:
             metrics["bad_rows"] = _bad(step.states)
         counts = sum((Counter(state.packer.get("counts", {})) for state in step.states.values()), Counter())
         metrics |= {f"packing/{name}": count for name, count in counts.items()}
         names, arrays = self._pipeline.deal.names, step.rows.arrays
+        metrics |= measure(arrays)
         if len(names) > 1:
             tokens = np.bincount(arrays["sources"][arrays["segment_ids"] > 0], minlength=len(names))
             metrics |= {f"share/{name}": float(count / tokens.sum()) for name, count in zip(names, tokens, strict=True)}

@@ -1,0 +1,90 @@
+"""From the settings of the data to the rows that are trained on, and to those that are held out."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from omnijax.data.budgets import Budgets
+from omnijax.data.chat_source import has_chat
+from omnijax.data.documents import Table, concatenate
+from omnijax.data.evaluation import Evaluation, evaluation_rows
+from omnijax.data.items import DocumentItems, Items, TextItems
+from omnijax.data.mixture import deal_members, members_of
+from omnijax.data.omni_packing import FirstFit, Item
+from omnijax.data.packing import ConcatenateAndSplit, Packer, stack_rows
+from omnijax.data.shards import Pipeline
+from omnijax.errors import BadRow, UserError
+
+if TYPE_CHECKING:
+    from omnijax import config
+
+
+def make_pipeline(data: "config.Data", tables: Sequence[Table[Any, Any]], seed: int) -> Pipeline:
+    """How the rows of each source become rows of tokens: text alone is laid end to end, chats are packed whole."""
+    deal = deal_members(data.source, [len(table) for table in tables], data.shards or data.rows, seed)
+    return Pipeline(make_items(data, tables), deal, make_packer(data), data.rows, bad_row_limit(data))
+
+
+def make_items(data: "config.Data", tables: Sequence[Table[Any, Any]]) -> tuple[Items, ...]:
+    """What becomes of the rows of each source. Text among chats is split where it is longer than a row."""
+    members = zip(members_of(data.source), tables, strict=True)
+    items = [member.source.items(table, data.tokenizer, number) for number, (member, table) in enumerate(members)]
+    mixed = has_chat(data.source)
+    return tuple(DocumentItems(each) if mixed and isinstance(each, TextItems) else each for each in items)
+
+
+def make_packer(data: "config.Data") -> Packer:
+    """`FirstFit` where there are chats, `ConcatenateAndSplit` for text alone."""
+    if has_chat(data.source):
+        return FirstFit(Budgets(data.length), look_ahead=data.look_ahead, over=data.over_length)
+    return ConcatenateAndSplit(data.length)
+
+
+def bad_row_limit(data: "config.Data") -> int | None:
+    """How many bad rows may be passed by; None: the first one is raised."""
+    return data.bad_row_limit if data.bad_rows == "skip" else None
+
+
+def heldout_rows(data: "config.Data", tables: Sequence[Table[Any, Any]]) -> Evaluation:
+    """The held-out rows of all sources, each once; with chats among them they have no bytes, and so no bits per byte.
+
+    Raises `UserError` where nothing in them is predicted, and where too many are bad.
+    """
+    limit = bad_row_limit(data)
+    if has_chat(data.source):
+        return _packed_once(make_items(data, tables), make_packer(data), data.rows, limit)
+    return evaluation_rows(concatenate(tables), data.tokenizer, data.length, rows=data.rows, bad_row_limit=limit)
+
+
+def _packed_once(sources: Sequence[Items], packer: Packer, rows: int, limit: int | None) -> Evaluation:
+    places = [(items, index) for items in sources for index in range(len(items))]
+    bad: dict[int, BadRow] = {}
+
+    @cache  # held in memory, as the rows made of them are
+    def read(number: int) -> Item | None:
+        if number == len(places):
+            return None
+        items, index = places[number]
+        try:
+            return items[index]
+        except BadRow as error:
+            bad[number] = error
+            if limit is None or len(bad) > limit:
+                raise
+            return Item(np.zeros(0, np.int32), np.zeros(0, np.bool_), str(error.row))
+
+    packed, state = [], dict[str, Any]()
+    while True:
+        row, state = packer.next_row(read, state)
+        if not row.row_ids:
+            break
+        packed.append(row)
+    if not any(row.arrays["weights"].any() for row in packed):
+        raise UserError(f"none of the {len(places)} held-out rows has a label that fits: hold out more (Data.holdout)")
+    packed += [row] * (-len(packed) % rows)  # the last one, which is all padding
+    steps = tuple(stack_rows(packed[first : first + rows]) for first in range(0, len(packed), rows))
+    counts = state["counts"]
+    long = counts["dropped"] + counts["cut"]
+    return Evaluation(steps, 0, counts["empty"] - len(bad), tuple(bad.values()), long)
