@@ -1,0 +1,1 @@
+"""Vision towers: encoders of packed patches, each usable on its own."""
