@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from models import hf_config
-from models.stacks import Stack, StackPlan, in_layer_order, is_routed
+from models.stacks import Deepstack, Stack, StackPlan, in_layer_order, is_routed, split_plans
 from omnijax.batch import Batch
 from omnijax.errors import UserError
 from omnijax.hf_layout import Names
@@ -139,6 +139,8 @@ class Decoder(nnx.Module):
         plans: Sequence[StackPlan],
         frequencies: Float32[np.ndarray, " half"],
         attention_factor: float = 1.0,
+        rope_axes: Sequence[int] | None = None,
+        splits: Sequence[int] = (),
         rngs: nnx.Rngs,
         remat: Remat = "none",
         loss: TextLoss | None = None,
@@ -150,10 +152,11 @@ class Decoder(nnx.Module):
             Embedding, config.vocab_size, config.hidden_size, std=config.initializer_range, multiple=vocab_multiple
         )
         self.embed_tokens = table(rngs=rngs)
-        self.stacks = nnx.List([Stack(plan, remat=remat, rngs=rngs) for plan in plans])
+        self.stacks = nnx.List([Stack(plan, remat=remat, rngs=rngs) for plan in split_plans(plans, splits)])
         self.norm = RMSNorm("embed", config.hidden_size, eps=config.rms_norm_eps, rngs=rngs)
         self.lm_head = None if config.tie_word_embeddings else table(rngs=rngs)
         self.frequencies, self.attention_factor = tuple(float(f) for f in frequencies), attention_factor
+        self.rope_axes = None if rope_axes is None else tuple(rope_axes)
         self.config, self.loss, self.router_loss = config, loss or TextLoss(), router_loss or RouterLoss()
         self.sources = sources  # of the data, whose losses are reported one by one
         if router_loss is not None and not any(is_routed(block) for stack in self.stacks for block in stack.blocks):
@@ -161,12 +164,17 @@ class Decoder(nnx.Module):
 
     def __call__(self, batch: Batch) -> Outputs:
         """Hidden states of every token, the objective `text`, and the objective `router` where layers have experts."""
-        rotation = rope.rotation(batch.positions, np.asarray(self.frequencies, np.float32), self.attention_factor)
+        return self.forward(self.embed_tokens(batch.tokens), batch)
+
+    def forward(self, x: Float[Array, "B S E"], batch: Batch, deepstack: Deepstack | None = None) -> Outputs:
+        """The same from embeddings in which media stand already; the layers of the first stack take `deepstack`."""
+        frequencies = np.asarray(self.frequencies, np.float32)
+        rotation = rope.rotation(batch.positions, frequencies, self.attention_factor, self.rope_axes)
         span = spans.causal(batch.segment_ids)
         real = batch.segment_ids > 0
-        x, routings = self.embed_tokens(batch.tokens), []
-        for stack in self.stacks:
-            x, routing = stack(x, rotation, span, real)
+        routings = []
+        for number, stack in enumerate(self.stacks):
+            x, routing = stack(x, rotation, span, real, None if number else deepstack)
             routings.append(routing)
         hidden = self.norm(x)
         text, metrics = self.loss(

@@ -13,6 +13,8 @@ FAMILIES = {
     "gpt_oss": "models.gpt_oss:GptOss",
     "llama": "models.llama:Llama",
     "qwen2": "models.qwen2:Qwen2",
+    "qwen2_5_vl": "models.qwen2_5_vl:Qwen2_5VL",
+    "qwen2_vl": "models.qwen2_vl:Qwen2VL",
     "qwen3": "models.qwen3:Qwen3",
     "qwen3_moe": "models.qwen3_moe:Qwen3Moe",
 }

@@ -4,16 +4,18 @@ A stack is `(pattern, repeats)`: its layers repeat a short pattern of blocks. On
 program is as long as the pattern, not as the model. Layers are numbered through all stacks, from 0.
 """
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
-from omnijax.nn import rope, spans
+from omnijax.errors import UserError
+from omnijax.nn import merge, rope, spans
 from omnijax.nn.moe import MixtureOfExperts
 from omnijax.nn.remat import Remat, rematerialise
 from omnijax.nn.router import Routing
@@ -64,6 +66,31 @@ def plan_stacks(
     return tuple(plans)
 
 
+def split_plans(plans: Sequence[StackPlan], splits: Sequence[int]) -> tuple[StackPlan, ...]:
+    """The same layers, with a stack that begins at each layer of `splits`.
+
+    Raises `UserError` for a layer that is not there, or lies inside the pattern its stack repeats.
+    """
+    count = sum(len(plan.windows) for plan in plans)
+    for layer in splits:
+        if not 0 < layer < count:
+            raise UserError(f"splits = {tuple(splits)}: layer {layer} is not in 1..{count - 1}")
+    found, first = list[StackPlan](), 0
+    for plan in plans:
+        period, last = len(plan.pattern), first + len(plan.windows)
+        edges = [first, *sorted({layer for layer in splits if first < layer < last}), last]
+        for start, end in itertools.pairwise(edges):
+            if (start - first) % period:
+                raise UserError(
+                    f"splits: layer {start} lies inside a pattern of {period} layers that repeats from layer {first}: "
+                    f"split at layer {start - (start - first) % period} or {start + -(start - first) % period}"
+                )
+            windows = plan.windows[start - first : end - first]
+            found.append(StackPlan(plan.pattern, len(windows) // period, windows))
+        first = last
+    return tuple(found)
+
+
 def _repeats(kinds: Sequence[Hashable], first: int, period: int, times: int) -> bool:
     """Whether the `period` layers from `first` on stand there once more after so many times."""
     start = first + period * times
@@ -95,6 +122,13 @@ def is_routed(block: Any) -> bool:
     return isinstance(block.mlp, MixtureOfExperts)
 
 
+class Deepstack(NamedTuple):
+    """What a tower adds to the tokens `slots` point from, after each of the first layers (arXiv 2406.04334)."""
+
+    features: Float[Array, "layers B M E"]
+    slots: Int32[Array, "B S"]
+
+
 class Stack(nnx.Module):
     """Layers whose parameters are stacked along a leading `layers` axis, one stack of arrays per pattern position."""
 
@@ -103,23 +137,33 @@ class Stack(nnx.Module):
         self.repeats, self.windows, self.remat = plan.repeats, plan.windows, remat
 
     def __call__(
-        self, x: Float[Array, "B S E"], rotation: rope.Rotation, span: spans.Span, real: Bool[Array, "B S"]
+        self,
+        x: Float[Array, "B S E"],
+        rotation: rope.Rotation,
+        span: spans.Span,
+        real: Bool[Array, "B S"],
+        deepstack: Deepstack | None = None,
     ) -> tuple[Float[Array, "B S E"], tuple[Routing | None, ...]]:
         """The last layer's output, and for each position of the pattern its layers' routing, stacked."""
         graphdefs, states = zip(*(nnx.split(block) for block in self.blocks), strict=True)
         windows = self._windows(x.shape[1])
 
         def period(x, scanned):
-            states, windows = scanned
+            states, windows, features = scanned
             routings = []
             for index, (graphdef, state) in enumerate(zip(graphdefs, states, strict=True)):
                 limited = span if windows is None else spans.window(span, windows[index])
                 x, routing = nnx.merge(graphdef, state)(x, rotation, limited, real)
                 routings.append(routing)
+                if deepstack is not None:
+                    x = merge.add(x, features[index], deepstack.slots)
             return x, tuple(routings)
 
+        features = None
+        if deepstack is not None:
+            features = deepstack.features.reshape(self.repeats, len(self.blocks), *deepstack.features.shape[1:])
         body = rematerialise(period, self.remat)
-        return jax.lax.scan(body, x, (states, windows), length=self.repeats)
+        return jax.lax.scan(body, x, (states, windows, features), length=self.repeats)
 
     def _windows(self, length: int) -> Int32[Array, "repeats period"] | None:
         if all(window is None for window in self.windows):

@@ -24,18 +24,19 @@ class PatchEmbedding(nnx.Module):
     The kernel is `[embed, channels, time, height, width]`, as checkpoints have it.
     """
 
-    def __init__(self, shape: Sequence[int], width: int, *, std: float, rngs: nnx.Rngs):
+    def __init__(self, shape: Sequence[int], width: int, *, std: float, rngs: nnx.Rngs, bias: bool = False):
         axes = (("embed", width), *((None, size) for size in shape))
         self.kernel = param(rngs, nnx.initializers.normal(std), axes)
+        self.bias = param(rngs, nnx.initializers.zeros, (("embed", width),)) if bias else None
 
     def __call__(self, patches: Float[Array, "B N P"]) -> Float[Array, "B N E"]:
         kernel = self.kernel[...]
         x = jnp.einsum("bnp,ep->bne", patches.astype(kernel.dtype), kernel.reshape(len(kernel), -1))
-        return constrain(x, "batch", "length", "act_embed")
+        return constrain(x if self.bias is None else x + self.bias[...], "batch", "length", "act_embed")
 
 
 class FusedAttention(nnx.Module):
-    """Attention with rotary positions; one kernel `[embed, 3, heads, head_dim]` makes queries, keys and values."""
+    """Attention, with rotary positions if any; `[embed, 3, heads, head_dim]` makes queries, keys and values."""
 
     def __init__(self, *, width: int, num_heads: int, std: float, rngs: nnx.Rngs):
         embed, three = ("embed", width), (None, 3)
@@ -44,10 +45,12 @@ class FusedAttention(nnx.Module):
         self.proj = Linear((heads, dim), (embed,), std=std, bias=True, rngs=rngs)
         self.scale = (width // num_heads) ** -0.5
 
-    def __call__(self, x: Float[Array, "B N E"], rotation: Rotation, span: spans.Span) -> Float[Array, "B N E"]:
+    def __call__(self, x: Float[Array, "B N E"], rotation: Rotation | None, span: spans.Span) -> Float[Array, "B N E"]:
         qkv = constrain(self.qkv(x), "batch", "length", None, "act_heads", None)
         q, k, v = jnp.unstack(qkv, axis=2)
-        return self.proj(attention(rotate(q, rotation), rotate(k, rotation), v, span, scale=self.scale))
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        return self.proj(attention(q, k, v, span, scale=self.scale))
 
 
 class MLP(nnx.Module):
@@ -75,25 +78,31 @@ class TowerBlock(nnx.Module):
     def __init__(self, *, norm1: nnx.Module, attn: nnx.Module, norm2: nnx.Module, mlp: nnx.Module):
         self.norm1, self.attn, self.norm2, self.mlp = norm1, attn, norm2, mlp
 
-    def __call__(self, x: Float[Array, "B N E"], rotation: Rotation, span: spans.Span) -> Float[Array, "B N E"]:
+    def __call__(self, x: Float[Array, "B N E"], rotation: Rotation | None, span: spans.Span) -> Float[Array, "B N E"]:
         x = constrain(x + self.attn(self.norm1(x), rotation, span), "batch", "length", "act_embed")
         return constrain(x + self.mlp(self.norm2(x)), "batch", "length", "act_embed")
+
+
+def stacked(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
+    """`count` modules of one kind as one, whose parameters have a leading axis `layers`."""
+
+    @nnx.split_rngs(splits=count)
+    @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None, "axes": "layers"})
+    def make_all(rngs: nnx.Rngs) -> nnx.Module:
+        return make(rngs)
+
+    return make_all(rngs)
 
 
 class TowerStack(nnx.Module):
     """Layers of one kind, scanned. Layer i attends within the span numbered `choices[i]` of those it is given."""
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], choices: Sequence[int], *, remat: Remat, rngs: nnx.Rngs):
-        @nnx.split_rngs(splits=len(choices))
-        @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None, "axes": "layers"})
-        def make_all(rngs: nnx.Rngs) -> nnx.Module:
-            return make(rngs)
-
-        self.blocks = nnx.List([make_all(rngs)])
+        self.blocks = nnx.List([stacked(make, len(choices), rngs)])
         self.choices, self.remat = tuple(choices), remat
 
     def __call__(
-        self, x: Float[Array, "B N E"], rotation: Rotation, choices: Sequence[spans.Span]
+        self, x: Float[Array, "B N E"], rotation: Rotation | None, choices: Sequence[spans.Span]
     ) -> Float[Array, "B N E"]:
         graphdef, state = nnx.split(self.blocks[0])
         starts, ends = (jnp.stack(each) for each in zip(*choices, strict=True))
@@ -110,7 +119,8 @@ class TowerStack(nnx.Module):
 class PatchMerger(nnx.Module):
     """Each run of `merged` patches becomes one token: normalised, joined, and mapped by an MLP with an exact GELU.
 
-    `linear_1` and `linear_2` are `mlp.0` and `mlp.2` of the checkpoints.
+    `norm` is as wide as a patch, or, where `joined_first`, as the joined ones. `linear_1` and `linear_2` are `mlp.0`
+    and `mlp.2` of the checkpoints.
     """
 
     HF_NAMES: ClassVar[Names] = {
@@ -119,17 +129,40 @@ class PatchMerger(nnx.Module):
         for theirs, ours in (("weight", "kernel"), ("bias", "bias"))
     }
 
-    def __init__(self, norm: nnx.Module, *, merged: int, width: int, out: int, std: float, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        norm: nnx.Module,
+        *,
+        merged: int,
+        width: int,
+        out: int,
+        std: float,
+        rngs: nnx.Rngs,
+        joined_first: bool = False,
+    ):
         hidden = ("mlp", merged * width)
-        self.ln_q, self.merged = norm, merged
+        self.ln_q, self.merged, self.joined_first = norm, merged, joined_first
         self.linear_1 = Linear(((None, merged), ("embed", width)), (hidden,), std=std, bias=True, rngs=rngs)
         self.linear_2 = Linear((hidden,), (("embed", out),), std=std, bias=True, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B N E"]) -> Float[Array, "B M out"]:
-        x = self.ln_q(x)
-        x = x.reshape(x.shape[0], -1, self.merged, x.shape[-1])
+        joined = (x.shape[0], -1, self.merged, x.shape[-1])
+        if self.joined_first:
+            x = self.ln_q(x.reshape(x.shape[0], -1, self.merged * x.shape[-1])).reshape(joined)
+        else:
+            x = self.ln_q(x).reshape(joined)
         hidden = jax.nn.gelu(self.linear_1(x), approximate=False)
         return constrain(self.linear_2(constrain(hidden, "batch", "length", "act_mlp")), "batch", "length", "act_embed")
+
+
+def tanh_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """GELU by the hyperbolic tangent (Hendrycks & Gimpel 2016, sec. 2)."""
+    return jax.nn.gelu(x, approximate=True)
+
+
+def exact_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """GELU by the error function (the same)."""
+    return jax.nn.gelu(x, approximate=False)
 
 
 def runs(first: Bool[Array, "B N"], real: Bool[Array, "B N"]) -> spans.Span:

@@ -200,9 +200,8 @@ def _account(folder: Path, files: Mapping[str, Path], sources: Mapping[str, list
     unread = {name for name in set(files) - wanted if not DERIVED.match(name)}
     if tied and "lm_head.weight" in unread:  # some exporters write the tied head a second time
         unread.remove("lm_head.weight")
-        head, embedding = (
-            _read_whole(files, name) for name in ("lm_head.weight", sources["embed_tokens.embedding"][0].name)
-        )
+        (table,) = (found[0].name for path, found in sources.items() if path.endswith("embed_tokens.embedding"))
+        head, embedding = (_read_whole(files, name) for name in ("lm_head.weight", table))
         if not np.array_equal(head, embedding):
             raise UserError(f"{folder}: tie_word_embeddings is true but lm_head.weight differs from the embedding")
     for kind, names in (("missing", wanted - set(files)), ("not read by this family", unread)):

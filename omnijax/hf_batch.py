@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from omnijax.batch import Batch
+from omnijax.batch import Batch, Media
 from omnijax.errors import UserError
 
 KNOWN = ("attention_mask", "cu_seqlens", "input_ids", "labels", "position_ids", "segment_ids")
@@ -22,13 +22,16 @@ def to_batch(model: nnx.Module, inputs: Mapping[str, Any]) -> Batch:
     not whole numbers or of another shape than `input_ids`, ids and labels outside the vocabulary, a mask with a hole,
     and inputs that disagree on which tokens are real.
     """
-    if unknown := sorted(set(inputs) - set(KNOWN)):
-        raise UserError(f"to_batch: this model does not read {', '.join(unknown)}; it reads {', '.join(KNOWN)}")
-    given = {name: _whole_numbers(name, value) for name, value in inputs.items() if value is not None}
+    known = (*KNOWN, *getattr(model, "MEDIA_INPUTS", ()))
+    if unknown := sorted(set(inputs) - set(known)):
+        raise UserError(f"to_batch: this model does not read {', '.join(unknown)}; it reads {', '.join(known)}")
+    given = {name: _whole_numbers(name, inputs[name]) for name in KNOWN if inputs.get(name) is not None}
     tokens = given.get("input_ids", np.zeros(0, np.int64))
     if tokens.ndim != 2 or not tokens.size:
         raise UserError(f"to_batch: input_ids must be a [rows, tokens] array that is not empty, not {tokens.shape}")
     for name, x in given.items():
+        if name == "position_ids" and known != KNOWN:
+            continue
         if name != "cu_seqlens" and x.shape != tokens.shape:
             raise UserError(f"to_batch: {name} has shape {x.shape}, input_ids {tokens.shape}; they must agree")
     labels = given.get("labels", np.full_like(tokens, -100))
@@ -36,12 +39,18 @@ def to_batch(model: nnx.Module, inputs: Mapping[str, Any]) -> Batch:
     for name, ids in (("input_ids", tokens), ("labels", labels[labels != -100])):
         if ids.size and not 0 <= ids.min() <= ids.max() < vocab:
             raise UserError(f"to_batch: {name} from {ids.min()} to {ids.max()}; the vocabulary is 0 to {vocab - 1}")
-    positions = given.get("position_ids", np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape))
+    positions, of_axes = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape), None
+    if "position_ids" in given:
+        positions, of_axes = _positions(given["position_ids"], tokens.shape, positions)
     segments = _segments(given, tokens, positions)
     follows = np.zeros(tokens.shape, bool)
     follows[:, :-1] = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0) & (labels[:, 1:] != -100)
     targets = np.zeros_like(tokens)
     targets[:, :-1] = labels[:, 1:]
+    media, slots = dict[str, Any](), dict[str, Any]()
+    if known != KNOWN:
+        counted, media, slots = model.read_media(inputs, tokens, segments)  # type: ignore[attr-defined]
+        positions = counted if of_axes is None else of_axes
     arrays: dict[str, Any] = {
         "tokens": tokens,
         "segment_ids": segments,
@@ -50,7 +59,24 @@ def to_batch(model: nnx.Module, inputs: Mapping[str, Any]) -> Batch:
         "sources": np.zeros_like(tokens),
     }
     on_device: dict[str, Any] = {name: jnp.asarray(x, jnp.int32) for name, x in arrays.items()}
-    return Batch(**on_device, weights=jnp.asarray(follows, jnp.float32))
+    return Batch(
+        **on_device,
+        weights=jnp.asarray(follows, jnp.float32),
+        media={name: Media(**{each: jnp.asarray(x) for each, x in arrays.items()}) for name, arrays in media.items()},
+        slots={name: jnp.asarray(x) for name, x in slots.items()},
+    )
+
+
+def _positions(given: np.ndarray, shape: tuple[int, ...], counted: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Positions of the text, and those of three axes as [B, S, 3] where there are; these come as [3 or 4, B, S]."""
+    if given.shape == shape:
+        return given, None
+    if given.ndim != 3 or len(given) not in (3, 4) or given.shape[1:] != shape:
+        raise UserError(
+            f"to_batch: position_ids has shape {given.shape}, input_ids {shape}; it must agree, or have 3 axes, or "
+            f"text and 3 axes, in front"
+        )
+    return (given[0] if len(given) == 4 else counted), given[-3:].transpose(1, 2, 0)
 
 
 def _segments(given: Mapping[str, np.ndarray], tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ experts, are tensors of their own there and stacked here.
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +32,20 @@ Names = Mapping[str, str | Part]
 for any stack and pattern position."""
 
 
+STACKED = re.compile(r"((?:.*\.)?)stacks\.(\d+)\.blocks\.(\d+)\.(.*)")
+"""The path of a parameter with one array for many layers: part of the model, stack, position in its pattern, rest."""
+
+
+def within(part: str, names: Names, prefixes: Mapping[str, str]) -> Names:
+    """The names of a model that is a `part` of a larger one, where they begin otherwise: `prefixes` are new by old."""
+    found: dict[str, str | Part] = {}
+    for name, value in names.items():
+        old = next((old for old in prefixes if name.startswith(old)), "")
+        path = replace(value, path=f"{part}.{value.path}") if isinstance(value, Part) else f"{part}.{value}"
+        found[prefixes.get(old, "") + name.removeprefix(old)] = path
+    return found
+
+
 @dataclass(frozen=True)
 class Piece:
     """One tensor: the part of a parameter where the axes `fixed` have these indices.
@@ -46,8 +60,8 @@ class Piece:
 
 def pieces(path: str, described: Mapping[str, Description], names: Names) -> list[Piece]:
     """The tensors a parameter is made of, layer by layer."""
-    each, match = described[path], re.fullmatch(r"stacks\.(\d+)\.blocks\.(\d+)\.(.*)", path)
-    key = f"layers.{match[3]}" if match else path
+    each, match = described[path], STACKED.fullmatch(path)
+    key = f"{match[1]}layers.{match[4]}" if match else path
     parts = [
         (name, value if isinstance(value, Part) else Part(value))
         for name, value in names.items()
@@ -57,8 +71,8 @@ def pieces(path: str, described: Mapping[str, Description], names: Names) -> lis
         raise KeyError(f"the family's HF_NAMES has no line for {path}")
     layers: list[tuple[int | None, dict[int, int]]] = [(None, {})]
     if match:
-        stack, position = int(match[1]), int(match[2])
-        sizes = _stacks(described)
+        stack, position = int(match[2]), int(match[3])
+        sizes = _stacks(described, match[1])
         first, (count, period) = sum(n for other, (n, _) in sizes.items() if other < stack), sizes[stack]
         layers = [(first + position + period * number, {0: number}) for number in range(count // period)]
     found = []
@@ -131,12 +145,12 @@ def _groups(described: Description, fixed: Mapping[int, int], *, inputs_first: b
     return (*((axis,) for axis in leading), *(group for group in ordered if group))
 
 
-def _stacks(described: Mapping[str, Description]) -> dict[int, tuple[int, int]]:
-    """(layers, period) of every stack."""
+def _stacks(described: Mapping[str, Description], part: str) -> dict[int, tuple[int, int]]:
+    """(layers, period) of every stack of a part."""
     stacks: dict[int, tuple[int, int]] = {}
     for path, each in described.items():
-        if match := re.match(r"stacks\.(\d+)\.blocks\.(\d+)\.", path):
-            stack, period = int(match[1]), int(match[2]) + 1
+        if (match := STACKED.fullmatch(path)) and match[1] == part:
+            stack, period = int(match[2]), int(match[3]) + 1
             period = max(period, stacks.get(stack, (0, 0))[1])
             stacks[stack] = (each.shape[0] * period, period)
     return stacks

@@ -31,7 +31,10 @@ def parity(case: Path, batch_name: str) -> None:
     options = {"router_loss": RouterLoss("per_batch")} if "out/aux_loss" in reference else {}
     model = hf.load(family, case, **options)
     valid = reference.pop("in/valid_mask")
+    counted = reference.pop("in/mrope_position_ids", None)  # positions are ours to count, where documents say them not
     batch = hf.to_batch(model, {name[3:]: x for name, x in reference.items() if name.startswith("in/")})
+    if counted is not None:
+        np.testing.assert_array_equal(np.asarray(batch.positions)[valid], counted.transpose(1, 2, 0)[valid])
     graphdef, params = parameters.split(model)
 
     @functools.partial(jax.value_and_grad, has_aux=True)

@@ -1,4 +1,4 @@
-"""The configs of Qwen's vision towers: what they share, and how they are read from a `config.json`."""
+"""The configs of vision towers: how they are read from a `config.json`, and what those of Qwen share."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,24 +9,15 @@ from omnijax.errors import UserError
 
 
 @dataclass(frozen=True)
-class VisionConfig:
-    """Fields are named as in the `vision_config` of a `config.json`."""
-
-    depth: int = 32
-    num_heads: int = 16
-    in_channels: int = 3
-    patch_size: int = 14
-    spatial_merge_size: int = 2
-    temporal_patch_size: int = 2
-    rope_theta: float = 10000.0
-    initializer_range: float = 0.02
+class TowerConfig:
+    """How a tower's config is read; subclasses have the fields."""
 
     HF_TYPES: ClassVar[tuple[str, ...]]
-    HF_ALIASES: ClassVar[Mapping[str, str]] = {"in_chans": "in_channels"}
+    HF_ALIASES: ClassVar[Mapping[str, str]] = {}
     HF_FIXED: ClassVar[Mapping[str, Any]]
-    tie_word_embeddings: ClassVar[bool] = False
-    ELSEWHERE: ClassVar[tuple[str, ...]] = ("torch_dtype", "dtype", "spatial_patch_size", "tokens_per_second")
+    ELSEWHERE: ClassVar[tuple[str, ...]]
     """Keys that say nothing about a tower's weights or sums."""
+    tie_word_embeddings: ClassVar[bool] = False
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any], name: str = "config.json") -> Any:
@@ -34,6 +25,7 @@ class VisionConfig:
 
         Raises `UserError` for another family's, and for what this one does not have.
         """
+        values = values.get("thinker_config", values)
         values = values.get("vision_config", values)
         kind = values.get("model_type", cls.HF_TYPES[0])
         if kind not in cls.HF_TYPES:
@@ -53,6 +45,23 @@ class VisionConfig:
             elif key not in cls.ELSEWHERE:
                 raise UserError(f"{name}: vision_config has an unknown key {key!r}; known are {', '.join(fields)}")
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
+
+@dataclass(frozen=True)
+class VisionConfig(TowerConfig):
+    """Fields are named as in the `vision_config` of a `config.json`."""
+
+    depth: int = 32
+    num_heads: int = 16
+    in_channels: int = 3
+    patch_size: int = 14
+    spatial_merge_size: int = 2
+    temporal_patch_size: int = 2
+    rope_theta: float = 10000.0
+    initializer_range: float = 0.02
+
+    HF_ALIASES: ClassVar[Mapping[str, str]] = {"in_chans": "in_channels"}
+    ELSEWHERE: ClassVar[tuple[str, ...]] = ("torch_dtype", "dtype", "spatial_patch_size", "tokens_per_second")
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` of the tower alone."""

@@ -35,6 +35,7 @@ class Qwen2_5VLVisionConfig(VisionConfig):
     out_hidden_size: int = 3584
     window_size: int = 112
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
+    tokens_per_second: float | int = 4
 
     HF_TYPES: ClassVar[tuple[str, ...]] = ("qwen2_5_vl_vision", "qwen2_5_vl")
     HF_FIXED: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}

@@ -4,6 +4,7 @@ Phases, cosines and sines are float32 whatever the model computes in: a bf16 pha
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -82,6 +83,26 @@ class YarnScaling:
 Scaling = Llama3Scaling | YarnScaling
 
 
+@dataclass(frozen=True)
+class MultimodalRope:
+    """Which pairs of channels turn by time, by height and by width (Qwen2-VL, arXiv 2409.12191, sec. 2.1).
+
+    `mrope_section` counts the pairs of each. They stand in three runs or, interleaved, in turns for as long as height
+    and width have any left (Qwen3-VL, arXiv 2511.21631, sec. 2).
+    """
+
+    mrope_section: tuple[int, ...]
+    mrope_interleaved: bool | None = None
+
+    def axes(self, half: int) -> tuple[int, ...]:
+        """The axis of each of `half` pairs: 0 time, 1 height, 2 width. Raises `UserError` if sections do not fit."""
+        if len(self.mrope_section) != 3 or sum(self.mrope_section) != half or min(self.mrope_section) < 0:
+            raise UserError(f"mrope_section {self.mrope_section} must be three counts that sum to {half} pairs")
+        if not self.mrope_interleaved:
+            return tuple(axis for axis, count in enumerate(self.mrope_section) for _ in range(count))
+        return tuple(pair % 3 if pair < 3 * self.mrope_section[pair % 3] else 0 for pair in range(half))
+
+
 def inverse_frequencies(head_dim: int, theta: float, scaling: Scaling | None = None) -> Float32[np.ndarray, " half"]:
     """Radians per position of each pair of channels: `theta ** (-2 i / head_dim)`, then scaled."""
     frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
@@ -108,10 +129,23 @@ def attention_factor(scaling: Scaling | None) -> float:
 
 
 def rotation(
-    positions: Int[Array, "B S"], frequencies: Float32[np.ndarray, " half"], attention_factor: float = 1.0
+    positions: Int[Array, "B S *axes"],
+    frequencies: Float32[np.ndarray, " half"],
+    attention_factor: float = 1.0,
+    axes: Sequence[int] | None = None,
 ) -> Rotation:
-    """Cosine and sine tables of `positions`, each times `attention_factor`."""
-    phase = positions[..., None].astype(jnp.float32) * frequencies
+    """Cosine and sine tables of `positions`, each times `attention_factor`.
+
+    Where positions are (time, height, width), `axes` says which of them each pair of channels turns by. Raises
+    `UserError` for such positions without `axes`.
+    """
+    if positions.ndim == 2:
+        positions = positions[..., None]
+    elif axes is None:
+        raise UserError(f"positions {positions.shape} have several axes, and this model turns by one: give [B, S]")
+    else:
+        positions = positions[..., np.asarray(axes)]
+    phase = positions.astype(jnp.float32) * frequencies
     return jnp.cos(phase) * attention_factor, jnp.sin(phase) * attention_factor
 
 

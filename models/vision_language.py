@@ -1,0 +1,121 @@
+"""What the vision-language families of Qwen share: their configs, and Hugging Face's names of both parts."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from models.omni import OmniModel
+from models.vision.hf_inputs import MEDIA_INPUTS, read_media
+from models.vision.patches import Grid
+from omnijax.errors import UserError
+from omnijax.hf_layout import Names, within
+from omnijax.nn.remat import Remat
+
+IMAGE = "image"
+"""The modality of pictures and clips alike, as one tower reads both."""
+
+
+@dataclass(frozen=True)
+class VisionLanguageConfig:
+    """A language model and a tower, named as in a `config.json`; subclasses say of which families they are."""
+
+    text_config: Any
+    vision_config: Any
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+
+    HF_TYPE: ClassVar[str]
+    HF_CLASS: ClassVar[str]
+    TEXT: ClassVar[Any]
+    VISION: ClassVar[Any]
+
+    def __post_init__(self) -> None:
+        vision = self.vision_config
+        made, read = getattr(vision, "out_hidden_size", vision.hidden_size), self.text_config.hidden_size
+        if made != read:
+            raise UserError(f"{type(self).__name__}: the tower gives tokens of width {made}, the text model has {read}")
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any], name: str = "config.json") -> Any:
+        """Read a `config.json`; older ones have the fields of the text model beside `vision_config`.
+
+        Whether the head is tied is the text model's to say; where it does not, the outer config's.
+        """
+        if values.get("model_type", cls.HF_TYPE) != cls.HF_TYPE:
+            raise UserError(f"{name}: model_type {values['model_type']!r} is not this family's, {cls.HF_TYPE!r}")
+        if not isinstance(values.get("vision_config"), Mapping):
+            raise UserError(f"{name}: has no vision_config, which a {cls.HF_TYPE} needs")
+        ids = {field.name for field in dataclasses.fields(VisionLanguageConfig)}
+        text = values.get("text_config")
+        if text is None:
+            text = {key: value for key, value in values.items() if key not in ids | {"model_type"}}
+        elif "tie_word_embeddings" in values:
+            text = {"tie_word_embeddings": values["tie_word_embeddings"], **text}
+        given = {key: values[key] for key in ids - {"text_config", "vision_config"} if key in values}
+        if missing := sorted(ids - {"text_config", "vision_config"} - set(given)):
+            raise UserError(f"{name}: lacks {', '.join(missing)}")
+        return cls(cls.TEXT.from_hf(text, name), cls.VISION.from_hf(values, name), **given)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` of this config."""
+        values: dict[str, Any] = {"architectures": [self.HF_CLASS], "model_type": self.HF_TYPE}
+        values |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        text = {key: value for key, value in self.text_config.to_hf().items() if key != "architectures"}
+        parts = {"text_config": text, "vision_config": self.vision_config.to_hf()}
+        return values | parts | {"tie_word_embeddings": self.tie_word_embeddings}
+
+    def leaves_out(self, tensor: str) -> bool:
+        """Whether a tensor of a checkpoint is of a part that the family here does without."""
+        return False
+
+    def clip_runs(self, grids: Sequence[Grid], seconds: Any = None) -> list[tuple[Grid, float]]:
+        """(grid, positions from frame to frame) of each run of placeholder tokens that these clips have.
+
+        `seconds` are those between the frames of each clip, where the processor says them.
+        """
+        return [(grid, 1.0) for grid in grids]
+
+    def attention_costs(self) -> tuple[tuple[int | None, int], ...]:
+        """Those of the text model."""
+        return self.text_config.attention_costs()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.text_config.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.text_config.hidden_size
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        return self.text_config.tie_word_embeddings
+
+
+class VisionLanguageModel(OmniModel):
+    """A tower before a language model whose positions have three axes."""
+
+    MEDIA_INPUTS: ClassVar[tuple[str, ...]] = MEDIA_INPUTS
+
+    def __init__(self, config: Any, backbone: Any, *, rngs: nnx.Rngs, remat: Remat = "none", **options: Any):
+        text = config.text_config
+        options["rope_axes"] = text.rope_scaling.axes(text.head_dim // 2)
+        encoders = {IMAGE: config.vision_config.build(rngs=rngs, remat=remat)}
+        super().__init__(config, encoders=encoders, backbone=backbone(text, rngs=rngs, remat=remat, **options))
+
+    def read_media(self, inputs: Mapping[str, Any], tokens: Any, segments: Any) -> tuple[Any, Any, Any]:
+        """Positions, media and slots of a transformers processor's arrays; see `models.vision.hf_inputs`."""
+        return read_media(self.config, inputs, tokens, segments)
+
+
+def part_names(backbone: Names, tower: Names, *, text: Mapping[str, str], visual: str) -> Names:
+    """The names of both parts, where those of the text model begin with `text`, the tower's with `visual`."""
+    return {
+        **within("backbone", backbone, text),
+        **within(f"encoders.{IMAGE}", tower, {"visual.": visual, "model.visual.": visual}),
+    }
