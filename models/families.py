@@ -17,6 +17,8 @@ FAMILIES = {
     "qwen2_vl": "models.qwen2_vl:Qwen2VL",
     "qwen3": "models.qwen3:Qwen3",
     "qwen3_moe": "models.qwen3_moe:Qwen3Moe",
+    "qwen3_vl": "models.qwen3_vl:Qwen3VL",
+    "qwen3_vl_moe": "models.qwen3_vl:Qwen3VLMoe",
 }
 """`model_type` of a `config.json` -> where its class is."""
 

@@ -13,16 +13,18 @@ from flax import nnx
 import models
 from models.qwen2_5_vl import Qwen2_5VLConfig, Qwen2_5VLTextConfig
 from models.qwen2_vl import Qwen2VLConfig, Qwen2VLTextConfig
+from models.qwen3_vl import Qwen3VLConfig, Qwen3VLMoeConfig, Qwen3VLMoeTextConfig, Qwen3VLTextConfig
 from models.vision.qwen2_5_vl import Qwen2_5VLVisionConfig
 from models.vision.qwen2_vl import Qwen2VLVisionConfig
+from models.vision.qwen3_vl import Qwen3VLVisionConfig
 from omnijax import hf, parameters
 from omnijax.errors import UserError
 from omnijax.nn.rope import MultimodalRope
-from sharding_rules import qwen2_5_vl as rules
+from sharding_rules import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe
 from tests import laws
 from tests.laws import GOLDEN
 
-CASES = {"qwen2_vl": "img_video", "qwen2_5_vl": "tied"}
+CASES = {"qwen2_vl": "img_video", "qwen2_5_vl": "tied", "qwen3_vl": "tied", "qwen3_vl_moe": "img_video"}
 TOWER = {"depth": 2, "num_heads": 4, "patch_size": 2, "in_channels": 3, "temporal_patch_size": 2}
 TEXT = {
     "vocab_size": 208,
@@ -52,7 +54,27 @@ TINY = {
         **IDS,
     ),
 }
+QWEN3_TEXT = TEXT | {"head_dim": 20, "rope_scaling": MultimodalRope((4, 3, 3), mrope_interleaved=True)}
+QWEN3_TOWER = Qwen3VLVisionConfig(
+    **TOWER | {"depth": 3},
+    hidden_size=32,
+    intermediate_size=40,
+    out_hidden_size=96,
+    num_position_embeddings=25,
+    deepstack_visual_indexes=(0, 2),
+)
+TINY |= {
+    "qwen3_vl": Qwen3VLConfig(Qwen3VLTextConfig(**QWEN3_TEXT), QWEN3_TOWER, **IDS),
+    "qwen3_vl_moe": Qwen3VLMoeConfig(
+        Qwen3VLMoeTextConfig(**QWEN3_TEXT, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=2),
+        QWEN3_TOWER,
+        **IDS,
+    ),
+}
+TABLES = {"qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl, "qwen3_vl_moe": qwen3_vl_moe}
+
 # Grids of the pictures and clips of each document of each row; a clip has more than one frame.
+LENGTH = 64
 ROWS = (
     (((1, 6, 8),), (), ((2, 4, 4), (1, 4, 6))),
     ((), ()),
@@ -61,24 +83,26 @@ ROWS = (
 )
 
 
-def documents(row, random) -> list[np.ndarray]:
-    """The tokens of each document: text, and a run of placeholders for each grid."""
+def documents(row, random, run_each_frame: bool) -> list[np.ndarray]:
+    """The tokens of each document: text, and a run of placeholders for each grid, or each frame of it."""
     found = []
     for grids in row:
         parts = [random.integers(0, 200, 3)]
         for grid in grids:
             token = IDS["image_token_id" if grid[0] == 1 else "video_token_id"]
-            parts += [[202], [token] * (int(np.prod(grid)) // 4), [203], random.integers(0, 200, 2)]
+            runs = grid[0] if run_each_frame else 1
+            for _ in range(runs):
+                parts += [[202], [token] * (int(np.prod(grid)) // 4 // runs), [203], random.integers(0, 200, 2)]
         found.append(np.concatenate(parts))
     return found
 
 
-def inputs_of(rows, *, length: int, seed: int = 0) -> dict[str, np.ndarray]:
+def inputs_of(rows, family: str, *, length: int = LENGTH, seed: int = 0) -> dict[str, np.ndarray]:
     """As a transformers processor gives them, packed."""
     random = np.random.default_rng(seed)
     tokens, segments = np.zeros((len(rows), length), np.int64), np.zeros((len(rows), length), np.int64)
     for number, row in enumerate(rows):
-        found = documents(row, random)
+        found = documents(row, random, family.startswith("qwen3"))
         packed = np.concatenate(found)
         tokens[number, : len(packed)] = packed
         segments[number, : len(packed)] = np.repeat(np.arange(1, len(found) + 1), [len(each) for each in found])
@@ -111,12 +135,12 @@ def arrays_of(batch, units: int | None = None) -> dict[str, np.ndarray]:
 def mixed_arrays(family: str) -> dict[str, np.ndarray]:
     """Eight rows: pictures, clips, both, neither; in some rows documents with and without."""
     abstract = parameters.abstract_model(TINY[family])
-    return arrays_of(hf.to_batch(abstract, inputs_of(ROWS * 2, length=64)), units=128)
+    return arrays_of(hf.to_batch(abstract, inputs_of(ROWS * 2, family)), units=128)
 
 
 @functools.cache
 def one_device(family: str) -> dict:
-    return laws.run(TINY[family], rules.table(), None, arrays=mixed_arrays(family))
+    return laws.run(TINY[family], TABLES[family].table(), None, arrays=mixed_arrays(family))
 
 
 @pytest.mark.parametrize("batch", ["padded", "packed"])
@@ -168,23 +192,29 @@ def test_the_text_model_says_whether_the_head_is_tied(inner, outer):
     assert Qwen2_5VLConfig.from_hf(values).tie_word_embeddings == (said[0] if said else False)
 
 
-MESHES = [
-    "data 2 x sequence 2 x tensor 2",
-    pytest.param("data 8", marks=pytest.mark.full),
-    pytest.param("sequence 4 x data 2", marks=pytest.mark.full),
+MESHES = {
+    "data 2 x sequence 2 x tensor 2": ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+    "expert 2 x sequence 2 x data 2": ("qwen3_vl_moe",),
+    "data 8": (),
+    "sequence 4 x data 2": (),
+}
+LAWFUL = [
+    pytest.param(family, attention, mesh, marks=() if family in often and attention == "ulysses" else pytest.mark.full)
+    for family in TINY
+    for attention in ("ulysses", "ring")
+    for mesh, often in MESHES.items()
 ]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("attention", ["ulysses", pytest.param("ring", marks=pytest.mark.full)])
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize(("family", "attention", "mesh"), LAWFUL)
 def test_equivalence(family, attention, mesh):
-    laws.equivalence(TINY[family], rules.table(attention), mesh, one_device(family), arrays=mixed_arrays(family))
+    rules = TABLES[family].table(attention)
+    laws.equivalence(TINY[family], rules, mesh, one_device(family), arrays=mixed_arrays(family))
 
 
 def test_accumulation_changes_nothing():
     arrays = mixed_arrays("qwen2_vl")
-    found = laws.run(TINY["qwen2_vl"], rules.table(), None, arrays=arrays, accumulation=4)
+    found = laws.run(TINY["qwen2_vl"], qwen2_vl.table(), None, arrays=arrays, accumulation=4)
     laws.assert_same_run(found, one_device("qwen2_vl"))
 
 
@@ -194,7 +224,7 @@ def test_a_document_in_a_row_is_as_alone(family):
     config = TINY[family]
     graphdef, params = parameters.split(config.build(rngs=nnx.Rngs(1)))
     row = ROWS[0]
-    inputs = inputs_of((row,), length=64)
+    inputs = inputs_of((row,), family)
     batch = hf.to_batch(parameters.merge(graphdef, params), inputs)
 
     @jax.jit
@@ -227,9 +257,10 @@ def test_a_document_in_a_row_is_as_alone(family):
     assert (gradient[of != 3] == 0).all()
 
 
-def test_every_mix_of_modalities_runs_in_one_program_and_absent_ones_add_nothing():
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_every_mix_of_modalities_runs_in_one_program_and_absent_ones_add_nothing(family):
     """All-padding media give the loss and gradients of a batch without any, and no gradient to the tower."""
-    config = TINY["qwen2_5_vl"]
+    config = TINY[family]
     graphdef, params = parameters.split(config.build(rngs=nnx.Rngs(2)))
     model = parameters.merge(graphdef, params)
 
@@ -242,7 +273,7 @@ def test_every_mix_of_modalities_runs_in_one_program_and_absent_ones_add_nothing
         return jax.value_and_grad(loss)(params)
 
     def batch(rows):
-        found = hf.to_batch(model, inputs_of(rows, length=64))
+        found = hf.to_batch(model, inputs_of(rows, family))
         units = 128 - found.media["image"].features.shape[1]
         padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, units), *((0, 0),) * (x.ndim - 2))), found.media)
         return dataclasses.replace(found, media=padded)
@@ -261,7 +292,7 @@ def test_every_mix_of_modalities_runs_in_one_program_and_absent_ones_add_nothing
                 np.testing.assert_allclose(gradients[path], x, atol=1e-6 * max(np.abs(x).max(), 1e-9), err_msg=path)
         else:
             assert all((x != 0).any() for x in tower.values()), name
-    nothing = dataclasses.replace(batch((mixes["text"],)), weights=jnp.zeros((1, 64)))
+    nothing = dataclasses.replace(batch((mixes["text"],)), weights=jnp.zeros((1, LENGTH)))
     value, gradients = step(params, nothing)
     assert value == 0
     assert all((x == 0).all() for x in gradients.values())
@@ -270,7 +301,7 @@ def test_every_mix_of_modalities_runs_in_one_program_and_absent_ones_add_nothing
 
 def test_inputs_that_do_not_fit_are_refused():
     model = parameters.abstract_model(TINY["qwen2_vl"])
-    inputs = inputs_of((ROWS[0],), length=64)
+    inputs = inputs_of((ROWS[0],), "qwen2_vl")
     for change, message in (
         ({"pixel_values": inputs["pixel_values"][:-4]}, "its grids have"),
         ({"image_grid_thw": inputs["image_grid_thw"][::-1]}, "placeholder tokens"),
