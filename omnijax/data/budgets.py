@@ -98,13 +98,16 @@ def choose(costs: Int64[np.ndarray, "items budgets"], room: Int64[np.ndarray, "b
     values = np.rint(shares * demand * 2**20).astype(np.int64).sum(1)
     order = np.argsort(-values, kind="stable")
     costs, values = costs[order], values[order]
-    used, taken = costs.copy(), np.eye(len(costs), dtype=bool)  # of the row that begins with each item
-    for item, cost in enumerate(costs):
-        more = used + cost
-        fits = (more <= room).all(1) & ~taken[:, item]
-        used = np.where(fits[:, None], more, used)
-        taken[:, item] |= fits
-    return sorted(fitting[order[taken[(taken @ values).argmax()]]].tolist())
+    left = (room - costs).T.copy()  # of the row that begins with each item
+    taken = np.eye(len(costs), dtype=bool)  # [item, row]
+    for item, cost in enumerate(costs.tolist()):
+        fits = ~taken[item]
+        for budget, share in zip(left, cost, strict=True):
+            fits &= budget >= share
+        for budget, share in zip(left, cost, strict=True):
+            budget -= share * fits
+        taken[item] |= fits
+    return sorted(fitting[order[taken[:, (values @ taken).argmax()]]].tolist())
 
 
 class _Window:

@@ -104,7 +104,8 @@ def _mono(file: BinaryIO, start: float | None, notes: list[str]) -> Iterator[tup
                     yield np.zeros(min(rate, missing - first), np.float32), rate
                 made += max(missing, 0)
         for plain in packed.resample(frame):
-            mono = plain.to_ndarray().reshape(-1, plain.layout.nb_channels).mean(axis=1, dtype=np.float32)
+            channels = plain.layout.nb_channels
+            mono = plain.to_ndarray().reshape(-1, channels) @ np.full(channels, 1 / channels, np.float32)
             if not np.isfinite(mono).all():
                 raise Refusal("has samples that are not numbers: mend it or drop the row")
             for first in range(0, mono.size, rate):

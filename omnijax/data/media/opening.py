@@ -80,7 +80,12 @@ def container(file: BinaryIO) -> av.container.InputContainer:
     The bytes decide the format, not the name; nothing they refer to (another file, a URL, a socket) is opened.
     """
     file.seek(0)
-    return av.open(file, "r", metadata_errors="replace", container_options={"protocol_whitelist": "none"})
+    head = file.read(12)
+    file.seek(0)
+    options = {"protocol_whitelist": "none"}
+    if head[:4] == b"RIFF" and head[8:] == b"WAVE":
+        options["probesize"] = "32768"  # its header says all; the default decodes up to 5 MB to look for more
+    return av.open(file, "r", metadata_errors="replace", container_options=options)
 
 
 def check_length(streams: av.container.InputContainer, seconds: float) -> None:
