@@ -26,9 +26,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from omnijax.data.budgets import Budgets
 from omnijax.data.documents import Table
-from omnijax.data.items import DocumentItems, TextItems
+from omnijax.data.items import TextItems
 from omnijax.data.mixture import Deal
 from omnijax.data.omni_packing import FirstFit, UnitShape
+from omnijax.data.packing import ConcatenateAndSplit, Packer
 from omnijax.data.rows import open_rows
 from omnijax.data.shards import Pipeline
 from omnijax.data.sources import JsonLines
@@ -107,10 +108,10 @@ def write_sound(path: Path, random: np.random.Generator) -> None:
 def pipeline_of(kind: str, file: Path) -> Pipeline:
     """Text in rows of `LENGTH` tokens; of media, one item a row, as the peer's batches have one a row."""
     items: Any
+    packer: Packer
     if kind == "text":
         tokenizer = TokenizerFile(str(file.parent / "tokenizer.json"), eos="<|end|>")
-        items = DocumentItems(TextItems(JsonLines(str(file)).open(), tokenizer))
-        packer = FirstFit(Budgets(LENGTH))
+        items, packer = TextItems(JsonLines(str(file)).open(), tokenizer), ConcatenateAndSplit(LENGTH)
     else:
         items = DecodedItems(open_rows(str(file), name=kind, index_cache=None), kind)
         tokens = max(2, PER_ITEM[kind])
