@@ -8,7 +8,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import jax
 from flax import nnx
 
 from omnijax import checkpoint, commands, hf, parameters
@@ -60,10 +59,8 @@ def load_weights(folder: Path) -> Any:
         checkpoint.close(manager)
         return load_run(folder)[0]
     abstract = parameters.abstract_model(family_named(stored["model_type"], str(folder)).Config.from_hf(stored))
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = checkpoint.restore_params(
-        manager, parameters.shapes(abstract), dict.fromkeys(parameters.shapes(abstract), device)
-    )
+    shapes = parameters.shapes(abstract)
+    params = checkpoint.restore_params(manager, shapes, dict.fromkeys(shapes, parameters.first_device()))
     checkpoint.close(manager)
     return parameters.merge(nnx.graphdef(abstract), params)
 

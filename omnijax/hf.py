@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 from jaxtyping import Array
 from safetensors.numpy import save_file
 
@@ -72,7 +72,7 @@ def load(
     sources = {path: pieces(path, described, names) for path in described}
     _account(folder, files, sources, tied=config.tie_word_embeddings)
     if mesh is None or rules is None:
-        where: dict[str, Any] = dict.fromkeys(described, SingleDeviceSharding(jax.devices()[0]))
+        where: dict[str, Any] = dict.fromkeys(described, parameters.first_device())
     else:
         where = dict(parameters.shardings(model, mesh, rules))
     arrays = {

@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from omnijax.sharding import Placement, Rules, place_parameters
@@ -78,6 +79,11 @@ def placements(model: nnx.Module, mesh: Mesh | AbstractMesh, rules: Rules) -> di
 def shardings(model: nnx.Module, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
     """The same as shardings for `jax.jit`."""
     return {path: NamedSharding(mesh, each.spec) for path, each in placements(model, mesh, rules).items()}
+
+
+def first_device() -> NamedSharding:
+    """The whole of an array on the first device."""
+    return NamedSharding(Mesh(np.array(jax.devices()[:1]), ("all",)), PartitionSpec())
 
 
 def abstract_model(config: Any, **options: Any) -> Any:

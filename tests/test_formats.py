@@ -205,6 +205,20 @@ def test_a_class_asks_for_its_image(labels):
     assert "ask for images: 1, but it gives 0" in refusal({"conversations": labels})
 
 
+def test_members_of_a_tar_are_the_fields_and_media_of_their_row():
+    chat = [{"role": "user", "content": "<image> or <image>?"}, {"role": "assistant", "content": "The first."}]
+    row = {"__key__": "0001", "json": {"messages": chat, "id": None}, "left.jpg": b"L", "right.png": b"R"}
+    *asked, answer = parts_of(row)
+    assert [part.media.data if part.media else part.text for part in asked] == [b"L", " or ", b"R", "?"]
+    assert (answer.text, answer.trained) == ("The first.", True)
+    assert [part.text for part in parts_of({"__key__": "2", "txt": "prose"})] == ["prose"]
+    assert [part.text for part in parts_of({"__key__": "2", "txt": "prose"}, text="caption")] == ["prose"]
+    assert "its member json is" in refusal({"__key__": "3", "json": [1]})
+    assert "two of its members have text" in refusal({"__key__": "4", "txt": "a", "json": {"text": "b"}})
+    assert "two of its members have images" in refusal({"__key__": "5", "jpg": b"", "json": {"images": ["a.jpg"]}})
+    assert "media beside text" in refusal({"__key__": "6", "txt": "a cat", "jpg": b"L"})
+
+
 def test_what_is_trained():
     turns = [
         {"role": "user", "content": "1"},
@@ -519,6 +533,8 @@ def cycle() -> list:
     {"conversations": [{"from": "human", "value": "<video><audio>"}], "videos": cycle(), "audios": cycle()}, None, True
 )
 @example({"messages": cycle()}, None, True)
+@example({"__key__": "a", "json": cycle(), "jpg": 3}, None, True)
+@example({"__key__": "a", "json": {"messages": 3, 4: 5}, "jpg": None, 7: 8}, None, True)
 def test_any_row_is_a_sample_or_a_bad_row(row, name, anywhere):
     options = FormatOptions(root="/data/set", format=name, outside_root=anywhere, allow_urls=anywhere)
     message = ""

@@ -19,6 +19,13 @@ from omnijax.errors import BadRow
 Format = Literal["text", "messages", "sharegpt", "qwen_vl", "llama_factory", "veomni", "class_to_image"]
 Row = Mapping[Any, Any]
 
+_MEMBER_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"), "image"),
+    **dict.fromkeys(("avi", "mkv", "mov", "mp4", "webm"), "video"),
+    **dict.fromkeys(("flac", "m4a", "mp3", "ogg", "opus", "wav"), "audio"),
+}
+"""What the members of a tar archive hold, by their extension."""
+
 
 @dataclass(frozen=True)
 class FormatOptions(MediaOptions):
@@ -43,6 +50,7 @@ def to_sample(row: Any, row_id: RowId, options: FormatOptions) -> Sample:
         if not isinstance(row, Mapping):
             raise Refusal(f"the row is {describe(row)}: it must have named fields")
         row = {name: value for name, value in row.items() if value is not None}  # tables fill absent fields with null
+        row = _from_members(row, options) if "__key__" in row else row
         messages = _READERS[options.format or recognise(row, options)](row, options)
         parts = [part for number, message in enumerate(messages) for part in _parts(message, number, options)]
     except Refusal as refusal:
@@ -50,6 +58,27 @@ def to_sample(row: Any, row_id: RowId, options: FormatOptions) -> Sample:
     fields = {number: message.fields for number, message in enumerate(messages) if message.fields}
     extra = {"tools": row.get("tools"), "fields": fields}
     return Sample(row_id, tuple(parts), {name: value for name, value in extra.items() if value})
+
+
+def _from_members(row: Row, options: FormatOptions) -> Row:
+    """A row of a WebDataset as those of other files are: the fields of `json`, `txt` as text, media as columns."""
+    parts: list[Mapping[Any, Any]] = []
+    media: dict[str, list[Any]] = {}
+    for name, value in row.items():
+        if kind := _MEMBER_KINDS.get(str(name).rpartition(".")[2]):
+            media.setdefault(f"{kind}s", []).append(value)
+        elif name == "json" and not isinstance(value, Mapping):
+            raise Refusal(f"its member json is {describe(value)}: it must be an object")
+        elif name == "json":
+            parts.append({key: each for key, each in value.items() if each is not None})
+        else:
+            parts.append({options.text if name == "txt" else name: value})
+    fields: dict[Any, Any] = {}
+    for part in (*parts, media):
+        if double := sorted(map(str, part.keys() & fields.keys())):
+            raise Refusal(f"two of its members have {double[0]}: keep one of them")
+        fields |= part
+    return fields
 
 
 def recognise(row: Row, options: FormatOptions) -> Format:
