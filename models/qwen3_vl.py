@@ -61,11 +61,7 @@ class Qwen3VLConfig(VisionLanguageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        levels, layers = len(self.vision_config.deepstack_visual_indexes), self.text_config.num_hidden_layers
-        if levels > layers:
-            raise UserError(
-                f"{type(self).__name__}: the tower has features for {levels} layers, the text model {layers}"
-            )
+        check_levels(self)
 
     def clip_runs(self, grids: Sequence[Grid], seconds: Any = None) -> list[tuple[Grid, float]]:
         """A run for each frame, as the text of its moment stands before it."""
@@ -89,6 +85,19 @@ class Qwen3VLMoeConfig(Qwen3VLConfig):
         return Qwen3VLMoe(self, **options)
 
 
+def check_levels(config: Any) -> None:
+    """Raises `UserError` where the tower has features for more layers than there are."""
+    levels, layers = len(config.vision_config.deepstack_visual_indexes), config.text_config.num_hidden_layers
+    if levels > layers:
+        raise UserError(f"{type(config).__name__}: the tower has features for {levels} layers, the text model {layers}")
+
+
+def own_stack(config: Any, splits: Sequence[int]) -> list[int]:
+    """`splits`, and where the layers that the tower's features enter after end, so that they are a stack."""
+    levels = len(config.vision_config.deepstack_visual_indexes)
+    return sorted({levels} - {config.text_config.num_hidden_layers} | set(splits))
+
+
 def _names(backbone: Names) -> Names:
     text = {"model.": "model.language_model."}
     return part_names(backbone, Qwen3VLVision.HF_NAMES, text=text, visual="model.visual.")
@@ -103,9 +112,7 @@ class Qwen3VL(VisionLanguageModel):
     HF_NAMES: ClassVar[Names] = _names(Qwen3.HF_NAMES)
 
     def __init__(self, config: Qwen3VLConfig, *, rngs: nnx.Rngs, splits: Sequence[int] = (), **options: Any):
-        levels = len(config.vision_config.deepstack_visual_indexes)
-        own = {levels} if levels < config.text_config.num_hidden_layers else set()
-        super().__init__(config, self.BACKBONE, rngs=rngs, splits=sorted(own | set(splits)), **options)
+        super().__init__(config, self.BACKBONE, rngs=rngs, splits=own_stack(config, splits), **options)
 
 
 class Qwen3VLMoe(Qwen3VL):

@@ -31,14 +31,20 @@ class VisionLanguageConfig:
 
     HF_TYPE: ClassVar[str]
     HF_CLASS: ClassVar[str]
+    HF_ALIASES: ClassVar[Mapping[str, str]] = {}
     TEXT: ClassVar[Any]
     VISION: ClassVar[Any]
 
     def __post_init__(self) -> None:
         vision = self.vision_config
-        made, read = getattr(vision, "out_hidden_size", vision.hidden_size), self.text_config.hidden_size
-        if made != read:
-            raise UserError(f"{type(self).__name__}: the tower gives tokens of width {made}, the text model has {read}")
+        self.check_width("tower", getattr(vision, "out_hidden_size", vision.hidden_size))
+
+    def check_width(self, tower: str, made: int) -> None:
+        """Raises `UserError` where a tower's tokens are of another width than the text model's."""
+        if made != (read := self.text_config.hidden_size):
+            raise UserError(
+                f"{type(self).__name__}: the {tower} gives tokens of width {made}, the text model has {read}"
+            )
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any], name: str = "config.json") -> Any:
@@ -48,26 +54,38 @@ class VisionLanguageConfig:
         """
         if values.get("model_type", cls.HF_TYPE) != cls.HF_TYPE:
             raise UserError(f"{name}: model_type {values['model_type']!r} is not this family's, {cls.HF_TYPE!r}")
-        if not isinstance(values.get("vision_config"), Mapping):
-            raise UserError(f"{name}: has no vision_config, which a {cls.HF_TYPE} needs")
-        ids = {field.name for field in dataclasses.fields(VisionLanguageConfig)}
+        values = {cls.HF_ALIASES.get(key, key): value for key, value in values.items()}
+        parts, fields = cls.towers(), {field.name: field for field in dataclasses.fields(cls)}
+        for part in parts:
+            if not isinstance(values.get(part), Mapping):
+                raise UserError(f"{name}: has no {part}, which a {cls.HF_TYPE} needs")
         text = values.get("text_config")
         if text is None:
-            text = {key: value for key, value in values.items() if key not in ids | {"model_type"}}
+            text = {key: value for key, value in values.items() if key not in set(fields) | {"model_type"}}
         elif "tie_word_embeddings" in values:
             text = {"tie_word_embeddings": values["tie_word_embeddings"], **text}
-        given = {key: values[key] for key in ids - {"text_config", "vision_config"} if key in values}
-        if missing := sorted(ids - {"text_config", "vision_config"} - set(given)):
+        own = [key for key in fields if key not in ("text_config", *parts)]
+        given = {key: values[key] for key in own if key in values}
+        if wrong := [key for key, value in given.items() if type(value) is not int or value < 0]:
+            raise UserError(f"{name}: {wrong[0]} = {given[wrong[0]]!r} must be a whole number, 0 or more")
+        if missing := sorted(key for key in own if key not in given and fields[key].default is dataclasses.MISSING):
             raise UserError(f"{name}: lacks {', '.join(missing)}")
-        return cls(cls.TEXT.from_hf(text, name), cls.VISION.from_hf(values, name), **given)
+        towers = {part: tower.from_hf(values, name) for part, tower in parts.items()}
+        return cls(text_config=cls.TEXT.from_hf(text, name), **towers, **given)
+
+    @classmethod
+    def towers(cls) -> dict[str, Any]:
+        """The classes of the towers' configs, by field."""
+        return {"vision_config": cls.VISION}
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` of this config."""
+        theirs = {ours: key for key, ours in self.HF_ALIASES.items()}
         values: dict[str, Any] = {"architectures": [self.HF_CLASS], "model_type": self.HF_TYPE}
-        values |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        text = {key: value for key, value in self.text_config.to_hf().items() if key != "architectures"}
-        parts = {"text_config": text, "vision_config": self.vision_config.to_hf()}
-        return values | parts | {"tie_word_embeddings": self.tie_word_embeddings}
+        values |= {theirs.get(field.name, field.name): getattr(self, field.name) for field in dataclasses.fields(self)}
+        values |= {part: getattr(self, part).to_hf() for part in self.towers()}
+        values["text_config"] = {key: x for key, x in self.text_config.to_hf().items() if key != "architectures"}
+        return values | {"tie_word_embeddings": self.tie_word_embeddings}
 
     def leaves_out(self, tensor: str) -> bool:
         """Whether a tensor of a checkpoint is of a part that the family here does without."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +32,7 @@ class Batch:
 
     tokens:      [B, S] ids; media positions hold the family's placeholder id
     segment_ids: [B, S] 0 is padding, 1.. the documents of the row, each a contiguous run
-    positions:   [B, S] or [B, S, 3], restarting in every document
+    positions:   [B, S] or [B, S, 3], restarting in every document; float32 where time is not counted in whole numbers
     targets:     [B, S] the id that follows
     weights:     [B, S] loss weight of predicting `targets`; 0 is not trained
     sources:     [B, S] which data source a token came from
@@ -42,7 +42,7 @@ class Batch:
 
     tokens: Int[Array, "B S"]
     segment_ids: Int[Array, "B S"]
-    positions: Int[Array, "B S *axes"]
+    positions: Num[Array, "B S *axes"]
     targets: Int[Array, "B S"]
     weights: Float[Array, "B S"]
     sources: Int[Array, "B S"]

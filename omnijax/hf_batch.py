@@ -1,5 +1,6 @@
 """Batches from the arrays of a transformers processor."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,8 @@ from flax import nnx
 from omnijax.batch import Batch, Media
 from omnijax.errors import UserError
 
-KNOWN = ("attention_mask", "cu_seqlens", "input_ids", "labels", "position_ids", "segment_ids")
+WHOLE = ("attention_mask", "cu_seqlens", "input_ids", "labels", "segment_ids")
+KNOWN = (*WHOLE, "position_ids")
 
 
 def to_batch(model: nnx.Module, inputs: Mapping[str, Any]) -> Batch:
@@ -25,7 +27,11 @@ def to_batch(model: nnx.Module, inputs: Mapping[str, Any]) -> Batch:
     known = (*KNOWN, *getattr(model, "MEDIA_INPUTS", ()))
     if unknown := sorted(set(inputs) - set(known)):
         raise UserError(f"to_batch: this model does not read {', '.join(unknown)}; it reads {', '.join(known)}")
-    given = {name: _whole_numbers(name, inputs[name]) for name in KNOWN if inputs.get(name) is not None}
+    given = {name: _whole_numbers(name, inputs[name]) for name in WHOLE if inputs.get(name) is not None}
+    if inputs.get("position_ids") is not None:
+        # Positions in time may lie between whole numbers, where a model has them.
+        reads = np.asarray if known != KNOWN else functools.partial(_whole_numbers, "position_ids")
+        given["position_ids"] = reads(inputs["position_ids"])
     tokens = given.get("input_ids", np.zeros(0, np.int64))
     if tokens.ndim != 2 or not tokens.size:
         raise UserError(f"to_batch: input_ids must be a [rows, tokens] array that is not empty, not {tokens.shape}")
@@ -50,17 +56,17 @@ def to_batch(model: nnx.Module, inputs: Mapping[str, Any]) -> Batch:
     media, slots = dict[str, Any](), dict[str, Any]()
     if known != KNOWN:
         counted, media, slots = model.read_media(inputs, tokens, segments)  # type: ignore[attr-defined]
-        positions = counted if of_axes is None else of_axes
+        positions = counted if of_axes is None else of_axes.astype(counted.dtype)
     arrays: dict[str, Any] = {
         "tokens": tokens,
         "segment_ids": segments,
-        "positions": positions,
         "targets": np.where(follows, targets, 0),
         "sources": np.zeros_like(tokens),
     }
     on_device: dict[str, Any] = {name: jnp.asarray(x, jnp.int32) for name, x in arrays.items()}
     return Batch(
         **on_device,
+        positions=jnp.asarray(positions, jnp.float32 if np.issubdtype(positions.dtype, np.floating) else jnp.int32),
         weights=jnp.asarray(follows, jnp.float32),
         media={name: Media(**{each: jnp.asarray(x) for each, x in arrays.items()}) for name, arrays in media.items()},
         slots={name: jnp.asarray(x) for name, x in slots.items()},

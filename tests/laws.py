@@ -61,7 +61,9 @@ def parity(case: Path, batch_name: str) -> None:
         error = np.abs(x - expected).max() / np.abs(expected).max()
         assert error <= info["tolerance_max_abs_err_over_max_abs_ref"][name], f"{name}: {error:.2e}"
     for name, norm in info["grad_norm_per_parameter"].items():
-        np.testing.assert_allclose(np.linalg.norm(by_name[name]), norm, rtol=2e-4, err_msg=name)
+        # A bias of all keys changes no softmax: its gradient is 0 but for rounding.
+        noise = 1e-8 * float(reference["out/grad_norm"])
+        np.testing.assert_allclose(np.linalg.norm(by_name[name]), norm, rtol=2e-4, atol=noise, err_msg=name)
 
 
 def run(config: Any, rules: Rules, mesh_name: str | None, *, arrays=None, accumulation=1, steps=3, **options) -> dict:
@@ -121,7 +123,10 @@ def assert_same_run(found: dict, expected: dict, tolerance: float = TOLERANCE) -
     np.testing.assert_allclose(found["grad_norms"], expected["grad_norms"], rtol=tolerance)
     for kind in ("gradients", "parameters"):
         for path, x in expected[kind].items():
-            error = np.abs(found[kind][path] - x).max() / (np.abs(x).max() or 1)  # no gradient reaches a correction
+            # Where nothing turns, a bias of all keys changes no softmax: its gradient is 0 but for rounding.
+            scale = path.replace("k_proj", "q_proj") if path.startswith("encoders.audio") else path
+            largest = np.abs(expected[kind][scale]).max() or 1  # no gradient reaches a correction
+            error = np.abs(found[kind][path] - x).max() / largest
             assert error <= tolerance, f"{kind} {path}: {error:.2e}"
 
 

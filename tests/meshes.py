@@ -1,5 +1,6 @@
 """The meshes every family is tested on, and a batch that splits on all of them."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -55,3 +56,16 @@ def packed_arrays(*, rows: int = 8, length: int = 48, vocab: int, seed: int = 0)
         "weights": weights.astype(np.float32),
         "sources": np.zeros_like(tokens),
     }
+
+
+def arrays_of(batch, units: int | None = None) -> dict[str, np.ndarray]:
+    """A batch as the flat arrays that the data stream gives, with so many units in each row."""
+    flat = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    media, slots = flat.pop("media"), flat.pop("slots")
+    flat |= {f"slots.{name}": x for name, x in slots.items()}
+    for name, each in media.items():
+        for field in dataclasses.fields(each):
+            x = np.asarray(getattr(each, field.name))
+            room = (units or x.shape[1]) - x.shape[1]
+            flat[f"media.{name}.{field.name}"] = np.pad(x, ((0, 0), (0, room), *((0, 0),) * (x.ndim - 2)))
+    return {name: np.asarray(x) for name, x in flat.items()}

@@ -23,6 +23,7 @@ from omnijax.nn.rope import MultimodalRope
 from sharding_rules import qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe
 from tests import laws
 from tests.laws import GOLDEN
+from tests.meshes import arrays_of
 
 CASES = {"qwen2_vl": "img_video", "qwen2_5_vl": "tied", "qwen3_vl": "tied", "qwen3_vl_moe": "img_video"}
 TOWER = {"depth": 2, "num_heads": 4, "patch_size": 2, "in_channels": 3, "temporal_patch_size": 2}
@@ -116,19 +117,6 @@ def inputs_of(rows, family: str, *, length: int = LENGTH, seed: int = 0) -> dict
         inputs[name] = np.array(own, np.int64).reshape(-1, 3)
         inputs[pixels] = random.standard_normal((int(inputs[name].prod(1).sum()), 24)).astype(np.float32)
     return inputs | {"segment_ids": segments}
-
-
-def arrays_of(batch, units: int | None = None) -> dict[str, np.ndarray]:
-    """A batch as the flat arrays that the data stream gives, with so many units in each row."""
-    flat = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    media, slots = flat.pop("media"), flat.pop("slots")
-    flat |= {f"slots.{name}": x for name, x in slots.items()}
-    for name, each in media.items():
-        for field in dataclasses.fields(each):
-            x = np.asarray(getattr(each, field.name))
-            room = (units or x.shape[1]) - x.shape[1]
-            flat[f"media.{name}.{field.name}"] = np.pad(x, ((0, 0), (0, room), *((0, 0),) * (x.ndim - 2)))
-    return {name: np.asarray(x) for name, x in flat.items()}
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from models.audio.layers import (
     unit_spans,
     zero_padding,
 )
-from models.audio.mel import halved
+from models.audio.mel import halved, qwen2_5_omni_tokens
 from omnijax.batch import Media
 from omnijax.errors import UserError
 from omnijax.hf_layout import Names
@@ -50,6 +50,20 @@ class Qwen2_5OmniAudioConfig(AudioConfig):
                 f"Qwen2_5OmniAudioConfig.n_window = {self.n_window} must be even, and from 2 to "
                 f"max_source_positions = {self.max_source_positions}"
             )
+
+    @property
+    def unit_frames(self) -> int:
+        """Frames of a chunk."""
+        return 2 * self.n_window
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens of a chunk."""
+        return self.n_window // 2
+
+    def tokens(self, frames: int) -> int:
+        """Tokens of a clip."""
+        return qwen2_5_omni_tokens(frames)
 
     def build(self, **options: Any) -> "Qwen2_5OmniAudio":
         """The tower with fresh float32 parameters."""

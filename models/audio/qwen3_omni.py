@@ -23,7 +23,7 @@ from models.audio.layers import (
     unit_spans,
     zero_padding,
 )
-from models.audio.mel import QWEN3_CHUNK, QWEN3_TOKENS, halved
+from models.audio.mel import QWEN3_CHUNK, QWEN3_TOKENS, halved, qwen3_omni_tokens
 from omnijax.batch import Media
 from omnijax.errors import UserError
 from omnijax.hf_layout import Names
@@ -63,6 +63,20 @@ class Qwen3OmniAudioConfig(AudioConfig):
     def chunks(self) -> int:
         """Chunks in a window."""
         return self.n_window_infer // QWEN3_CHUNK
+
+    @property
+    def unit_frames(self) -> int:
+        """Frames of a chunk."""
+        return QWEN3_CHUNK
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens of a chunk."""
+        return QWEN3_TOKENS
+
+    def tokens(self, frames: int) -> int:
+        """Tokens of a clip."""
+        return qwen3_omni_tokens(frames)
 
     def build(self, **options: Any) -> "Qwen3OmniAudio":
         """The tower with fresh float32 parameters."""

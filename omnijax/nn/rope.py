@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Float64, Int
+from jaxtyping import Array, Float, Float32, Float64, Num
 
 from omnijax.errors import UserError
 
@@ -129,7 +129,7 @@ def attention_factor(scaling: Scaling | None) -> float:
 
 
 def rotation(
-    positions: Int[Array, "B S *axes"],
+    positions: Num[Array, "B S *axes"],
     frequencies: Float32[np.ndarray, " half"],
     attention_factor: float = 1.0,
     axes: Sequence[int] | None = None,
