@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int, Shaped
 
 Grid = Sequence[int]
 """(time, height, width) of an item, in patches."""
@@ -31,8 +31,8 @@ def window_order(positions: Int[np.ndarray, "N 3"], window: int) -> Int[np.ndarr
 
 
 def patchify(
-    frames: Float[np.ndarray, "T H W C"], patch: int, merge: int, temporal: int
-) -> tuple[Float[np.ndarray, "N P"], tuple[int, int, int]]:
+    frames: Shaped[np.ndarray, "T H W C"], patch: int, merge: int, temporal: int
+) -> tuple[Shaped[np.ndarray, "N P"], tuple[int, int, int]]:
     """Patches `[C, temporal, patch, patch]` of a picture (T = 1) or clip, flattened, in merge order, and their grid.
 
     Height and width are multiples of `patch * merge`; the last frame is repeated until `temporal` divides their number.

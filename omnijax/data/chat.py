@@ -6,7 +6,7 @@ gives the arrays that a loss wants.
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
@@ -27,13 +27,16 @@ class MediaTokens:
 
     placeholder: where an encoded feature will stand. Those are never labels of the text; the tokens around them are
         where the part is trained.
+    before: text before these tokens, one with the text that it meets
     """
 
     tokens: Int32[np.ndarray, "n"]
     placeholder: Bool[np.ndarray, "n"]
+    before: str = ""
 
 
 Slots = Callable[[Part], MediaTokens]
+_Piece = tuple[str | int | tuple[Part, MediaTokens], bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,10 +75,10 @@ def render(sample: Sample, template: Template, tokenizer: Tokenizer, slots: Slot
     for turn in _document(sample) if document else template(sample):
         first = len(trained)
         written += [segment.text for segment in turn if isinstance(segment, Text | Part)]
-        for piece, label in _pieces(turn, spell):
-            if isinstance(piece, Part):
-                run = _media_tokens(piece, slots, sample)
-                media.append((size, piece))
+        for piece, label in _pieces(_segments(turn, spell, sample, slots)):
+            if isinstance(piece, tuple):
+                part, run = piece
+                media.append((size, part))
             else:
                 ids = spell.encode(piece, before) if isinstance(piece, str) else [piece]
                 run = MediaTokens(np.array(ids, np.int32), np.zeros(len(ids), np.bool_))
@@ -124,17 +127,17 @@ def next_token(rendered: Rendered) -> tuple[Int32[np.ndarray, "n"], Float32[np.n
     return targets, weights
 
 
-def _pieces(turn: Turn, spell: Spelling) -> Iterator[tuple[str | int | Part, bool]]:
-    """The texts, token ids and media parts of a turn, each with whether it is a label; texts that meet are one."""
-    segments = groupby(_segments(turn, spell), key=lambda segment: (isinstance(segment[0], str), segment[1]))
-    for (is_text, label), group in segments:
+def _pieces(segments: Iterable[_Piece]) -> Iterator[_Piece]:
+    """The texts, token ids and media of a turn, each with whether it is a label; texts that meet are one."""
+    groups = groupby(segments, key=lambda segment: (isinstance(segment[0], str), segment[1]))
+    for (is_text, label), group in groups:
         if is_text:
             yield "".join(str(text) for text, _ in group), label
         else:
             yield from group
 
 
-def _segments(turn: Turn, spell: Spelling) -> Iterator[tuple[str | int | Part, bool]]:
+def _segments(turn: Turn, spell: Spelling, sample: Sample, slots: Slots | None) -> Iterator[_Piece]:
     for segment in turn:
         match segment:
             case Token():
@@ -142,7 +145,10 @@ def _segments(turn: Turn, spell: Spelling) -> Iterator[tuple[str | int | Part, b
             case End():
                 yield spell.eos_id, segment.trained
             case Part() if segment.kind != "text":
-                yield segment, segment.trained
+                run = _media_tokens(segment, slots, sample)
+                if run.before:
+                    yield run.before, segment.trained
+                yield (segment, run), segment.trained
             case Part() if segment.role == "assistant":
                 for text, is_token in spell.split(segment.text, spell.own):
                     yield spell.token_id(text) if is_token else text, segment.trained

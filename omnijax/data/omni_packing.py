@@ -23,7 +23,7 @@ from omnijax.errors import BadRow, UserError
 
 logger = logging.getLogger(__name__)
 
-_OF_UNITS = ("features", "unit_positions", "unit_grid", "unit_valid")
+OF_UNITS = ("features", "unit_positions", "unit_grid", "unit_valid")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ def first_messages(item: Item, end: int) -> Item | None:
         units, rest = divmod(encoded * len(whole.features), max(whole.encoded, 1))
         if rest or whole.slots[:end].max(initial=-1) >= encoded:
             return None
-        arrays = {each: getattr(whole, each)[:units] for each in _OF_UNITS}
+        arrays = {each: getattr(whole, each)[:units] for each in OF_UNITS}
         media[name] = MediaItem(**arrays, slots=whole.slots[:end], encoded=encoded)
     return replace(
         item,
@@ -221,7 +221,7 @@ def _lay(row: dict[str, np.ndarray], item: Item, piece: Piece, segment: int, use
     row["sources"][place] = item.source
     for name, media in item.media.items():
         units = slice(used[name], used[name] + len(media.features))
-        for each in _OF_UNITS:
+        for each in OF_UNITS:
             array, whole = getattr(media, each), row[f"media.{name}.{each}"]
             if array.shape[1:] != whole.shape[1:] or array.dtype != whole.dtype:
                 raise ValueError(

@@ -13,6 +13,7 @@ from PIL import Image, ImageOps
 from omnijax.data.media.opening import opened
 from omnijax.data.refusal import Refusal
 from omnijax.data.sample import MediaReference, RowId
+from omnijax.errors import UserError
 from omnijax.fields import ranged
 
 # Each reads pixels only; others that Pillow knows start programs (EPS) or are too loosely marked (TGA).
@@ -33,6 +34,13 @@ class ImageLimits:
     max_pixels: int = ranged(1003520, at_least=1)
     max_ratio: float = ranged(200.0, at_least=1.0)
     max_source_pixels: int = ranged(89478485, at_least=1, at_most=178956970)  # Pillow's own warning and refusal
+
+    def __post_init__(self) -> None:
+        if self.min_pixels > self.max_pixels:
+            raise UserError(
+                f"{type(self).__name__}.min_pixels = {self.min_pixels} is above max_pixels = {self.max_pixels}: "
+                f"raise the one or lower the other"
+            )
 
 
 @dataclass(frozen=True)
