@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from omnijax import restack
 from omnijax.errors import UserError
 from omnijax.parameters import Parameters
 from omnijax.step import TrainState
@@ -46,7 +47,7 @@ def save(manager: Any, state: TrainState, data: Mapping[str, Any], config: str) 
         "optimizer": ocp.args.StandardSave(state.opt_state, save_args=_layer_chunks(state.opt_state)),
         "data": ocp.args.JsonSave(dict(data)),
         "config": ocp.args.JsonSave({"gin": config, "folder": os.getcwd()}),
-        "meta": ocp.args.JsonSave(_describe(step, state.params)),
+        "meta": ocp.args.JsonSave(_describe(step, state.params) | {"trained": _with_moments(state)}),
     }
     if not manager.save(step, args=ocp.args.Composite(**items), force=True):
         raise RuntimeError(f"orbax did not save step {step}")
@@ -86,38 +87,46 @@ def latest_step(manager: Any) -> int | None:
 def restore(manager: Any, step: int, like: TrainState, shardings: TrainState) -> tuple[TrainState, dict[str, Any]]:
     """State and data state of `step`, each array read straight to where `shardings` puts it.
 
-    `like` gives the tree and the shapes. Raises `UserError` where the checkpoint holds another model or is damaged.
+    `like` gives the tree and the shapes; layers may be cut into other stacks than they were. Raises `UserError` where
+    the checkpoint holds another model, or one of which other parameters are trained, or is damaged.
     """
-    check_same_model(manager, step, {path: tuple(x.shape) for path, x in like.params.items()})
+    shapes = {path: tuple(x.shape) for path, x in like.params.items()}
+    saved = check_same_model(manager, step, shapes)
+    _check_same_trained(manager, step, like)
     target = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, shardings
     )
+    params, optimizer = restack.as_saved((target.params, target.opt_state), shapes, saved)
     args = ocp.args.Composite(
-        params=ocp.args.StandardRestore(target.params),
-        optimizer=ocp.args.StandardRestore(target.opt_state),
+        params=ocp.args.StandardRestore(params),
+        optimizer=ocp.args.StandardRestore(optimizer),
         data=ocp.args.JsonRestore(),
     )
     items = _read(manager, step, args)
     number = jax.device_put(np.asarray(step, np.int32), shardings.step)
-    return TrainState(number, items["params"], items["optimizer"]), items["data"]
+    found, wanted = (items["params"], items["optimizer"]), (target.params, target.opt_state)
+    return TrainState(number, *restack.as_wanted(found, wanted, shapes, saved)), items["data"]
 
 
 def restore_params(manager: Any, shapes: Mapping[str, tuple[int, ...]], shardings: Mapping[str, Any]) -> Parameters:
-    """The parameters of the newest step alone, float32.
+    """The parameters of the newest step alone, float32; layers may be cut into other stacks than they were.
 
     Raises `UserError` where it holds others than `shapes` or is damaged.
     """
     step = _newest(manager)
-    check_same_model(manager, step, shapes)
+    saved = check_same_model(manager, step, shapes)
     target = {
         path: jax.ShapeDtypeStruct(shapes[path], np.float32, sharding=sharding) for path, sharding in shardings.items()
     }
-    return _read(manager, step, ocp.args.Composite(params=ocp.args.StandardRestore(target)))["params"]
+    args = ocp.args.Composite(params=ocp.args.StandardRestore(restack.as_saved(target, shapes, saved)))
+    return restack.as_wanted(_read(manager, step, args)["params"], target, shapes, saved)
 
 
-def check_same_model(manager: Any, step: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """`UserError` unless the parameters of `step` have these paths and shapes."""
+def check_same_model(manager: Any, step: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters of `step`; `UserError` unless they are these, but for where stacks are cut."""
     saved = {path: tuple(shape) for path, shape in _item(manager, step, "meta")["shapes"].items()}
+    if restack.layers(saved) == restack.layers(shapes):
+        return saved
     for path in sorted(set(saved) | set(shapes)):
         if saved.get(path) != shapes.get(path):
             raise UserError(
@@ -125,6 +134,27 @@ def check_same_model(manager: Any, step: int, shapes: Mapping[str, tuple[int, ..
                 f"{saved.get(path, 'absent')} there and {shapes.get(path, 'absent')} in this config; "
                 f"change the model back or choose another Run.dir"
             )
+    return saved
+
+
+def _check_same_trained(manager: Any, step: int, like: TrainState) -> None:
+    meta = _item(manager, step, "meta")
+    if "trained" not in meta:  # of an older version, which trained everything
+        return
+    wanted = restack.layers({path: x.shape for path, x in like.params.items()}, _with_moments(like))
+    saved = restack.layers(meta["shapes"], meta["trained"])
+    if differing := sorted(set(saved) ^ set(wanted)):
+        was, now = ("trained", "frozen") if differing[0] in saved else ("frozen", "trained")
+        raise UserError(
+            f"{manager.directory}: at step {step} {differing[0]} was {was}, and in this config it is {now}, as are "
+            f"{len(differing) - 1} more; change Tune back, or begin another Run.dir with Run.start at this run"
+        )
+
+
+def _with_moments(state: TrainState) -> list[str]:
+    """The paths of the parameters that the optimizer keeps anything for."""
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=restack.is_by_path)
+    return sorted({path for node in nodes if restack.is_by_path(node) for path in node})
 
 
 def saved_config(manager: Any) -> str:

@@ -117,6 +117,7 @@ class Compute:
     remat:        what the backward pass recomputes
     accumulation: micro-batches of a step
     vocab_multiple: the vocabulary is filled up to a multiple of it inside, so that `tensor` may split any vocabulary
+    splits:       layers at which a stack of the language model begins anew, so that a part of them can be frozen
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -125,6 +126,7 @@ class Compute:
     remat: Remat = "full"
     accumulation: int = ranged(1, at_least=1)
     vocab_multiple: int = ranged(1, at_least=1)
+    splits: tuple[int, ...] = ranged((), at_least=1)
 
 
 @dataclass(frozen=True)
@@ -211,12 +213,14 @@ class Train:
 
     def model_options(self) -> dict[str, Any]:
         """What `model.build` takes beside the model config."""
-        options = {
+        options: dict[str, Any] = {
             "remat": self.compute.remat,
             "loss": self.loss,
             "vocab_multiple": self.compute.vocab_multiple,
             "sources": len(source_names(self.data.source)) or 1,
         }
+        if self.compute.splits:
+            options["splits"] = self.compute.splits
         return options if self.router is None else options | {"router_loss": self.router}
 
 

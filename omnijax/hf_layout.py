@@ -5,13 +5,12 @@ experts, are tensors of their own there and stacked here.
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnijax.parameters import Description
+from omnijax.parameters import STACKED, Description, layers_of
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,6 @@ class Part:
 Names = Mapping[str, str | Part]
 """Hugging Face name -> our path, or part of it. In names `{layer}` and `{expert}` are numbers, in paths `layers` stands
 for any stack and pattern position."""
-
-
-STACKED = re.compile(r"((?:.*\.)?)stacks\.(\d+)\.blocks\.(\d+)\.(.*)")
-"""The path of a parameter with one array for many layers: part of the model, stack, position in its pattern, rest."""
 
 
 def within(part: str, names: Names, prefixes: Mapping[str, str]) -> Names:
@@ -71,10 +66,7 @@ def pieces(path: str, described: Mapping[str, Description], names: Names) -> lis
         raise KeyError(f"the family's HF_NAMES has no line for {path}")
     layers: list[tuple[int | None, dict[int, int]]] = [(None, {})]
     if match:
-        stack, position = int(match[2]), int(match[3])
-        sizes = _stacks(described, match[1])
-        first, (count, period) = sum(n for other, (n, _) in sizes.items() if other < stack), sizes[stack]
-        layers = [(first + position + period * number, {0: number}) for number in range(count // period)]
+        layers = [(layer, {0: number}) for number, layer in enumerate(layers_of(path, described))]
     found = []
     for layer, at_layer in layers:
         for name, part in parts:
@@ -143,14 +135,3 @@ def _groups(described: Description, fixed: Mapping[int, int], *, inputs_first: b
     inputs, outputs = tuple(rest[: described.inputs]), tuple(rest[described.inputs :])
     ordered = (inputs, outputs) if inputs_first else (outputs, inputs)
     return (*((axis,) for axis in leading), *(group for group in ordered if group))
-
-
-def _stacks(described: Mapping[str, Description], part: str) -> dict[int, tuple[int, int]]:
-    """(layers, period) of every stack of a part."""
-    stacks: dict[int, tuple[int, int]] = {}
-    for path, each in described.items():
-        if (match := STACKED.fullmatch(path)) and match[1] == part:
-            stack, period = int(match[2]), int(match[3]) + 1
-            period = max(period, stacks.get(stack, (0, 0))[1])
-            stacks[stack] = (each.shape[0] * period, period)
-    return stacks

@@ -3,6 +3,7 @@
 Training, checkpoints and Hugging Face names all speak of these paths, e.g. `stacks.0.blocks.0.mlp.up_proj.kernel`.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from jaxtyping import Array
 from omnijax.sharding import Placement, Rules, place_parameters
 
 Parameters = dict[str, Array]
+
+STACKED = re.compile(r"((?:.*\.)?)stacks\.(\d+)\.blocks\.(\d+)\.(.*)")
+"""The path of a parameter with one array for many layers: part of the model, stack, position in its pattern, rest."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,22 @@ def describe(model: nnx.Module) -> dict[str, Description]:
         )
         for path, variable in _variables(nnx.state(model))
     }
+
+
+def layers_of(path: str, described: Mapping[str, Description]) -> range:
+    """The layers that a parameter of a stack has arrays for, numbered through all stacks of its part of the model."""
+    found = STACKED.fullmatch(path)
+    if found is None:
+        raise ValueError(f"{path} is not a parameter of a stack")
+    part, stack, position = found[1], int(found[2]), int(found[3])
+    stacks: dict[int, tuple[int, int]] = {}  # how many periods a stack has, and of how many layers each
+    for other, each in described.items():
+        if (match := STACKED.fullmatch(other)) and match[1] == part:
+            number, period = int(match[2]), int(match[3]) + 1
+            stacks[number] = (each.shape[0], max(period, stacks.get(number, (0, 0))[1]))
+    first = sum(repeats * period for number, (repeats, period) in stacks.items() if number < stack)
+    repeats, period = stacks[stack]
+    return range(first + position, first + repeats * period, period)
 
 
 def shapes(model: nnx.Module) -> dict[str, tuple[int, ...]]:
