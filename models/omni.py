@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from models.decoder import Decoder
 from models.stacks import Deepstack
+from omnijax import sharding
 from omnijax.batch import Batch
 from omnijax.errors import UserError
 from omnijax.nn.merge import merge
@@ -37,11 +38,12 @@ class OmniModel(nnx.Module):
         x, deepstack = self.backbone.embed_tokens(batch.tokens), None
         for name in sorted(batch.media):
             encoder, slots = self.encoders[name], batch.slots[name]
-            if hasattr(encoder, "with_deepstack"):
-                features, deep = encoder.with_deepstack(batch.media[name])
-                deepstack = Deepstack(deep, slots)
-            else:
-                features = encoder(batch.media[name])
+            with sharding.part(f"encoders.{name}"):
+                if hasattr(encoder, "with_deepstack"):
+                    features, deep = encoder.with_deepstack(batch.media[name])
+                    deepstack = Deepstack(deep, slots)
+                else:
+                    features = encoder(batch.media[name])
             x = merge(x, features, slots)
         return self.backbone.forward(x, batch, deepstack)
 

@@ -4,6 +4,9 @@ All are made as `P(width, out, rngs=rngs)`. Those that join units take runs of `
 order (`models.vision.patches`): for pictures a square, for sound neighbours in time.
 """
 
+from dataclasses import dataclass
+from typing import Any, Literal
+
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -12,6 +15,34 @@ from omnijax.errors import UserError
 from omnijax.nn.norms import LayerNorm
 from omnijax.nn.projections import Linear
 from omnijax.sharding import constrain
+
+
+@dataclass(frozen=True)
+class Projector:
+    """A projector in a config: `kind` is one of the modules below, `merged` and `depth` as these have them.
+
+    `merged` units become one token with "patch_merge" and "pixel_shuffle"; "linear" and "mlp" keep every unit.
+    """
+
+    kind: Literal["linear", "mlp", "patch_merge", "pixel_shuffle"] = "mlp"
+    merged: int = 1
+    depth: int = 2
+
+    def __post_init__(self) -> None:
+        if self.merged < 1 or (self.merged > 1 and self.kind in ("linear", "mlp")):
+            allowed = "1, as it keeps every unit: take patch_merge or pixel_shuffle" if self.merged > 1 else "positive"
+            raise UserError(f"Projector.merged = {self.merged} with kind {self.kind!r} must be {allowed}")
+        if self.depth < 1:
+            raise UserError(f"Projector.depth = {self.depth} must be at least 1")
+
+    def build(self, width: int, out: int, *, rngs: nnx.Rngs) -> Any:
+        """The module from features of `width` to tokens of width `out`."""
+        if self.kind == "linear":
+            return LinearProjector(width, out, rngs=rngs)
+        if self.kind == "mlp":
+            return MLPProjector(width, out, depth=self.depth, rngs=rngs)
+        kind = PatchMergeProjector if self.kind == "patch_merge" else PixelShuffleProjector
+        return kind(width, out, merged=self.merged, rngs=rngs)
 
 
 class LinearProjector(nnx.Module):

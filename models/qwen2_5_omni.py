@@ -35,9 +35,31 @@ class Qwen2_5OmniTextConfig(Qwen2Config):
 
 @dataclass(frozen=True)
 class Qwen2_5OmniVisionConfig(Qwen2_5VLVisionConfig):
-    """Qwen2.5-VL's tower; checkpoints have its queries, keys and values apart."""
+    """That of Qwen2.5-VL's tower."""
 
     HF_TYPES: ClassVar[tuple[str, ...]] = ("qwen2_5_omni_vision_encoder",)
+
+    def build(self, **options: Any) -> "Qwen2_5OmniVision":
+        """The tower with fresh float32 parameters."""
+        return Qwen2_5OmniVision(self, **options)
+
+
+def _vision_names() -> Names:
+    joined = {name: path for name, path in Qwen2_5VLVision.HF_NAMES.items() if ".attn.qkv." not in name}
+    return joined | {
+        f"visual.blocks.{{layer}}.attn.{name}.{theirs}": Part(f"layers.attn.qkv.{ours}", index)
+        for index, name in enumerate("qkv")
+        for theirs, ours in (("weight", "kernel"), ("bias", "bias"))
+    }
+
+
+class Qwen2_5OmniVision(Qwen2_5VLVision):
+    """Qwen2.5-VL's tower; checkpoints have its queries, keys and values apart."""
+
+    Config = Qwen2_5OmniVisionConfig
+
+    HF_NAMES: ClassVar[Names] = _vision_names()
+    HF_OTHER_NAMES: ClassVar[tuple[Names, ...]] = ({f"thinker.{name}": path for name, path in HF_NAMES.items()},)
 
 
 @dataclass(frozen=True)
@@ -79,21 +101,12 @@ class Qwen2_5OmniConfig(ThinkerConfig):
         return Qwen2_5Omni(self, **options)
 
 
-def _vision_names() -> Names:
-    joined = {name: path for name, path in Qwen2_5VLVision.HF_NAMES.items() if ".attn.qkv." not in name}
-    return joined | {
-        f"visual.blocks.{{layer}}.attn.{name}.{theirs}": Part(f"layers.attn.qkv.{ours}", index)
-        for index, name in enumerate("qkv")
-        for theirs, ours in (("weight", "kernel"), ("bias", "bias"))
-    }
-
-
 class Qwen2_5Omni(Thinker):
     """Published checkpoints are of the whole model; of these the thinker is read."""
 
     Config = Qwen2_5OmniConfig
 
-    HF_NAMES, *_others = layouts(Qwen2.HF_NAMES, Qwen2.HF_NAMES, _vision_names(), Qwen2_5OmniAudio.HF_NAMES)
+    HF_NAMES, *_others = layouts(Qwen2.HF_NAMES, Qwen2.HF_NAMES, Qwen2_5OmniVision.HF_NAMES, Qwen2_5OmniAudio.HF_NAMES)
     HF_OTHER_NAMES: ClassVar[tuple[Names, ...]] = tuple(_others)
 
     def __init__(self, config: Qwen2_5OmniConfig, *, rngs: nnx.Rngs, **options: Any):

@@ -31,7 +31,7 @@ class ThinkerConfig(VisionLanguageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_width("audio tower", self.audio_config.output_dim)
+        self.check_width("audio tower", self.audio_config.out_width)
         if self.position_id_per_seconds < 1:
             raise UserError(f"{type(self).__name__}.position_id_per_seconds must be positive")
 

@@ -36,8 +36,7 @@ class VisionLanguageConfig:
     VISION: ClassVar[Any]
 
     def __post_init__(self) -> None:
-        vision = self.vision_config
-        self.check_width("tower", getattr(vision, "out_hidden_size", vision.hidden_size))
+        self.check_width("tower", self.vision_config.out_width)
 
     def check_width(self, tower: str, made: int) -> None:
         """Raises `UserError` where a tower's tokens are of another width than the text model's."""

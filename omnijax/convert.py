@@ -8,7 +8,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from safetensors.numpy import save_file
 
 from omnijax import checkpoint, commands, hf, parameters
 from omnijax.errors import UserError
@@ -32,7 +35,7 @@ def main() -> None:
     if arguments.command == "import":
         import_weights(arguments.source, arguments.target)
     else:
-        hf.save(load_weights(Path(arguments.source)), arguments.target, like=arguments.like, dtype=arguments.dtype)
+        export_weights(load_weights(Path(arguments.source)), arguments.target, arguments.like, arguments.dtype)
     print(f"written: {arguments.target}")
 
 
@@ -45,6 +48,25 @@ def import_weights(source: str, target: str) -> None:
         raise UserError(f"{target} already holds checkpoints; choose another folder")
     model = hf.load(family_of(source), source)
     checkpoint.save_weights(folder, parameters.split(model)[1], model.config.to_hf())
+
+
+def export_weights(model: Any, target: str, like: str | None, dtype: str) -> None:
+    """A Hugging Face folder; of a composed model one for each of its parts, and a file of its projectors."""
+    if not hasattr(model, "parts"):
+        hf.save(model, target, like=like, dtype=jnp.dtype(dtype))
+        return
+    if like is not None:
+        raise UserError(f"--like {like}: the model is composed, and no folder is like it; leave it out")
+    parts = model.parts()
+    for path, part in parts.items():
+        hf.save(part, Path(target) / path, dtype=jnp.dtype(dtype))
+    rest = {
+        path: np.asarray(x.astype(dtype))
+        for path, x in parameters.split(model)[1].items()
+        if not any(path.startswith((f"{part}.", f"{part}.tower.")) and ".projector." not in path for part in parts)
+    }
+    if rest:
+        save_file(rest, Path(target) / "projectors.safetensors")
 
 
 def load_weights(folder: Path) -> Any:

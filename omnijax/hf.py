@@ -1,5 +1,6 @@
 """Hugging Face checkpoints both ways: safetensors slices straight into sharded arrays, and sharded arrays to files."""
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -24,7 +25,7 @@ from omnijax.errors import UserError
 from omnijax.hf_batch import to_batch as to_batch
 from omnijax.hf_files import files_by_tensor, open_tensors, read_config
 from omnijax.hf_layout import Names, Piece, from_tensor, pieces, tensor_shape, tensor_slices, to_tensor
-from omnijax.parameters import Description
+from omnijax.parameters import Description, Parameters
 from omnijax.sharding import Rules
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,28 @@ def load(
     config = family.Config.from_hf(read_config(folder), name=str(folder / "config.json"))
     model = parameters.abstract_model(config, **options)
     described = parameters.describe(model)
+    if mesh is None or rules is None:
+        where: dict[str, Any] = dict.fromkeys(described, parameters.first_device())
+    else:
+        where = dict(parameters.shardings(model, mesh, rules))
+    return parameters.merge(nnx.graphdef(model), load_parameters(family, config, folder, described, where, dtype))
+
+
+def load_parameters(
+    family: Any,
+    config: Any,
+    folder: Path,
+    described: Mapping[str, Description],
+    where: Mapping[str, Any],
+    dtype: jnp.dtype = jnp.float32,
+    *,
+    may_grow: bool = False,
+) -> Parameters:
+    """The parameters of a folder, `described` by path, each laid out as `where` says.
+
+    With `may_grow` a vocabulary may have more rows than the folder: the new ones begin as the mean of the others, so
+    that their logits are no outliers. Raises `UserError` as `load` does.
+    """
     files = files_by_tensor(folder)
     if left := sorted(name for name in files if config.leaves_out(name)):
         what = f"{len(left)} tensors of layers this family does without are left: {left[0]}, ..."
@@ -71,17 +94,16 @@ def load(
     names = names_in(family, files)
     sources = {path: pieces(path, described, names) for path in described}
     _account(folder, files, sources, tied=config.tie_word_embeddings)
-    if mesh is None or rules is None:
-        where: dict[str, Any] = dict.fromkeys(described, parameters.first_device())
-    else:
-        where = dict(parameters.shardings(model, mesh, rules))
-    arrays = {
-        path: jax.make_array_from_callback(
-            each.shape, where[path], _reader(files, sources[path], each, np.dtype(dtype), folder)
-        )
-        for path, each in described.items()
-    }
-    return parameters.merge(nnx.graphdef(model), arrays)
+    arrays: Parameters = {}
+    for path, each in described.items():
+        stored = each
+        if may_grow and each.rows is not None:
+            stored = dataclasses.replace(each, rows=min(each.rows, _rows(files[sources[path][0].name], sources[path])))
+        read = _reader(files, sources[path], stored, np.dtype(dtype), folder)
+        if stored.rows != each.rows:
+            read = _grown(read, stored, each)
+        arrays[path] = jax.make_array_from_callback(each.shape, where[path], read)
+    return arrays
 
 
 def save(
@@ -236,6 +258,31 @@ def _reader(
         return out
 
     return read
+
+
+def _rows(file: Path, sources: list[Piece]) -> int:
+    """Rows of a table as the file has it."""
+    with open_tensors(file) as tensors:
+        return int(tensors.get_slice(sources[0].name).get_shape()[0])
+
+
+def _grown(
+    read: Callable[[Any], np.ndarray], stored: Description, grown: Description
+) -> Callable[[tuple[slice, ...]], np.ndarray]:
+    """The callback of a table with more rows than are stored: these are the mean of the others."""
+    assert stored.rows is not None
+    assert grown.rows is not None
+    first, last = stored.rows, grown.rows
+
+    def read_grown(index: tuple[slice, ...]) -> np.ndarray:
+        out = read(index)
+        held = np.arange(*index[0].indices(grown.shape[0]))
+        if (new := (held >= first) & (held < last)).any():
+            everything = read((slice(0, first), *index[1:]))
+            out[new] = everything.astype(np.float64).mean(0).astype(out.dtype)
+        return out
+
+    return read_grown
 
 
 def _read_piece(

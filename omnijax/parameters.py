@@ -111,18 +111,23 @@ def abstract_model(config: Any, **options: Any) -> Any:
     return nnx.eval_shape(lambda: config.build(rngs=nnx.Rngs(0), **options))
 
 
-def build_model(config: Any, mesh: Mesh, rules: Rules, *, seed: int = 0, **options: Any) -> Any:
+def build_model(
+    config: Any, mesh: Mesh, rules: Rules, *, seed: int = 0, given: Mapping[str, Array] | None = None, **options: Any
+) -> Any:
     """A model with fresh float32 parameters, each made where it lives; the same values on every mesh.
 
-    `config` is a model config (`models.qwen3.Qwen3Config`, ...); `options` go to its `build` (`remat`, `loss`).
+    `config` is a model config (`models.qwen3.Qwen3Config`, ...); `options` go to its `build` (`remat`, `loss`). Those
+    `given` by path are taken, and not made.
     """
-    abstract = abstract_model(config, **options)
+    abstract, given = abstract_model(config, **options), given or {}
+    made = {path: where for path, where in shardings(abstract, mesh, rules).items() if path not in given}
 
     def initialise(key: Array) -> Parameters:
-        return split(config.build(rngs=nnx.Rngs(key), **options))[1]
+        fresh = split(config.build(rngs=nnx.Rngs(key), **options))[1]
+        return {path: fresh[path] for path in made}
 
-    make: Callable = jax.jit(initialise, out_shardings=shardings(abstract, mesh, rules))
-    return merge(nnx.graphdef(abstract), make(jax.random.key(seed, impl="threefry2x32")))
+    make: Callable = jax.jit(initialise, out_shardings=made)
+    return merge(nnx.graphdef(abstract), make(jax.random.key(seed, impl="threefry2x32")) | dict(given))
 
 
 def cast(parameters: Mapping[str, Array], dtype: jnp.dtype, model: nnx.Module) -> Parameters:

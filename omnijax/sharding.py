@@ -14,6 +14,7 @@ table cannot place is refused with a `UserError`; nothing is replicated or dropp
 
 import contextlib
 import contextvars
+import dataclasses
 import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,13 +110,25 @@ class Layout:
 
 @dataclass(frozen=True)
 class Rules:
-    """A sharding table. Names outside the vocabulary, or listed twice, are a `UserError`."""
+    """A sharding table. Names outside the vocabulary, or listed twice, are a `UserError`.
+
+    `parts` has tables of their own for parts of the model, by the path of each, e.g. "encoders.image". Rows lie the
+    same in all of them, as a row owns its media.
+    """
 
     parameters: tuple[Line, ...]
     activations: tuple[Line, ...]
     layout: Layout = field(default_factory=Layout)
+    parts: tuple[tuple[str, "Rules"], ...] = ()
+
+    def of(self, path: str) -> "Rules":
+        """The table of the part that `path` is, or is in; else this one."""
+        return next((rules for part, rules in self.parts if f"{path}.".startswith(f"{part}.")), self)
 
     def __post_init__(self) -> None:
+        for part, rules in self.parts:
+            if first_axes(rules.activations, "batch") != first_axes(self.activations, "batch"):
+                raise UserError(f"table of {part}: its line of batch must be that of the whole model's table")
         for section, vocabulary in (("parameters", PARAMETER_AXES), ("activations", ACTIVATION_AXES)):
             seen: set[str] = set()
             for line in getattr(self, section):
@@ -125,6 +138,11 @@ class Rules:
                 if line.optional and section == "activations":
                     raise UserError(f"activations table: '{line.name}' is optional, as every line here; drop the word")
                 seen.add(line.name)
+
+
+def with_parts(backbone: Rules, parts: dict[str, Rules]) -> Rules:
+    """The table of a composed model: `parts` by their paths, e.g. `{"encoders.image": @vision_tower.table()}`."""
+    return dataclasses.replace(backbone, parts=tuple(parts.items()))
 
 
 @dataclass(frozen=True)
@@ -175,19 +193,21 @@ def place_parameters(
 
     Raises `UserError` as `place` does, for a name outside the vocabulary, and for a line that no parameter uses.
     """
-    placements = {}
+    placements, used = {}, dict[Rules, set[str | None]]()
     for path, (names, shape) in arrays.items():
+        table = rules.of(path)
         for name in names:
             if name is not None:
                 _check_name(name, PARAMETER_AXES, f"parameter {path}")
-        placements[path] = place(rules.parameters, names, shape, dict(mesh.shape), f"parameter {path}")
-    used = {name for names, _ in arrays.values() for name in names}
-    for line in rules.parameters:
-        if line.name not in used and not line.optional:
-            raise UserError(
-                f"parameters table: no parameter of this model has an axis '{line.name}'; "
-                f'delete the line or write "optional {_describe(line)}"'
-            )
+        placements[path] = place(table.parameters, names, shape, dict(mesh.shape), f"parameter {path}")
+        used.setdefault(table, set()).update(names)
+    for part, table in (("this model", rules), *rules.parts):
+        for line in table.parameters:
+            if line.name not in used.get(table, ()) and not line.optional:
+                raise UserError(
+                    f"parameters table: no parameter of {part} has an axis '{line.name}'; "
+                    f'delete the line or write "optional {_describe(line)}"'
+                )
     return placements
 
 
@@ -201,6 +221,14 @@ def use(mesh: Mesh | AbstractMesh, rules: Rules) -> Iterator[None]:
     """Inside this context `constrain` applies `rules` on `mesh`; an abstract mesh serves tracing without devices."""
     entered = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh)
     with entered, _rules(rules):
+        yield
+
+
+@contextlib.contextmanager
+def part(path: str) -> Iterator[None]:
+    """Inside this context, `constrain` applies the table of a part of the model, if it has one of its own."""
+    rules = current_rules()
+    with contextlib.nullcontext() if rules is None else _rules(rules.of(path)):
         yield
 
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from omnijax import checkpoint, hf, hf_files, parameters
 from omnijax.config import config_of_run
 from omnijax.errors import UserError
+from omnijax.parameters import Parameters
 from omnijax.sharding import Rules
 
 
@@ -20,9 +21,14 @@ def starting_model(config: Any, mesh: Mesh, rules: Rules, *, start: str | None, 
     weights, whose newest checkpoint is read. Raises `UserError` where it holds another model than `config`.
     """
     if start is None:
-        return parameters.build_model(config, mesh, rules, seed=seed, **options)
+        given = parts_of_folders(config, mesh, rules, **options)
+        return parameters.build_model(config, mesh, rules, seed=seed, given=given, **options)
     folder, abstract = Path(start).expanduser(), parameters.abstract_model(config, **options)
     if (folder / "config.json").is_file():
+        if not hasattr(type(config), "from_hf"):
+            raise UserError(
+                f"Run.start = {start!r} is of one family, and the model is composed: give its parts a start"
+            )
         stored = type(config).from_hf(hf_files.read_config(folder), str(folder / "config.json"))
         require_same(config, stored, folder)
         return hf.load(type(abstract), folder, mesh=mesh, rules=rules, **options)
@@ -40,6 +46,31 @@ def starting_model(config: Any, mesh: Mesh, rules: Rules, *, start: str | None, 
         checkpoint.close(manager)
         return parameters.merge(nnx.graphdef(abstract), params)
     raise UserError(f"Run.start = {start!r} is neither a Hugging Face folder (config.json) nor one with checkpoints")
+
+
+def parts_of_folders(config: Any, mesh: Mesh, rules: Rules, **options: Any) -> Parameters:
+    """The parameters of those parts of a composed model that begin with weights of a folder, by their whole path.
+
+    Raises `UserError` where a folder holds another part than the config has. Only the vocabulary may be larger.
+    """
+    parts = config.starts() if hasattr(config, "starts") else []
+    if not parts:
+        return {}
+    abstract = parameters.abstract_model(config, **options)
+    described, where = parameters.describe(abstract), parameters.shardings(abstract, mesh, rules)
+    found: Parameters = {}
+    for part in parts:
+        folder, prefix = Path(part.folder).expanduser(), f"{part.path}."
+        stored = type(part.config).from_hf(hf_files.read_config(folder), str(folder / "config.json"))
+        rows = getattr(stored, "vocab_size", 0)
+        if getattr(part.config, "vocab_size", 0) > rows > 0:
+            stored = dataclasses.replace(stored, vocab_size=part.config.vocab_size)
+        require_same(part.config, stored, folder)
+        own = {path.removeprefix(prefix): x for path, x in described.items() if path.startswith(prefix)}
+        places = {path: where[prefix + path] for path in own}
+        loaded = hf.load_parameters(part.family, part.config, folder, own, places, may_grow=True)
+        found |= {prefix + path: x for path, x in loaded.items()}
+    return found
 
 
 def require_same(config: Any, stored: Any, folder: Path) -> None:

@@ -35,6 +35,11 @@ class AudioConfig:
             what = f"{type(self).__name__}.d_model = {width}"
             raise UserError(f"{what} must be even, at least 4 and a multiple of the {heads} heads")
 
+    @property
+    def out_width(self) -> int:
+        """Width of the tower's tokens."""
+        return getattr(self, "output_dim", self.d_model)
+
     @classmethod
     def from_hf(cls, values: Mapping[str, Any], name: str = "config.json") -> Any:
         """Read an `audio_config`, alone or in a whole model's config.

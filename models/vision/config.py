@@ -19,6 +19,12 @@ class TowerConfig:
     """Keys that say nothing about a tower's weights or sums."""
     tie_word_embeddings: ClassVar[bool] = False
 
+    @property
+    def out_width(self) -> int:
+        """Width of the tower's tokens."""
+        values: Any = self
+        return getattr(values, "out_hidden_size", None) or values.hidden_size
+
     @classmethod
     def from_hf(cls, values: Mapping[str, Any], name: str = "config.json") -> Any:
         """Read a `vision_config`, alone or in a whole model's config.

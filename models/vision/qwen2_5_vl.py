@@ -75,6 +75,10 @@ class Qwen2_5VLVision(nnx.Module):
         **PatchMerger.HF_NAMES,
     }
 
+    HF_OTHER_NAMES: ClassVar[tuple[Names, ...]] = (
+        {name.replace("visual.", "model.visual.", 1): path for name, path in HF_NAMES.items()},
+    )
+
     def __init__(self, config: Qwen2_5VLVisionConfig, *, rngs: nnx.Rngs, remat: Remat = "none"):
         c, std = config, config.initializer_range
 
