@@ -6,13 +6,14 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from omnijax import ginfile
-from omnijax.data.chat_source import has_chat
+from omnijax.data.chat_source import has_chat, processors_of
 from omnijax.data.mixture import Mixture, source_names
+from omnijax.data.processing import Processor
 from omnijax.data.sources import Source
 from omnijax.data.tokenizer import Tokenizer
 from omnijax.errors import UserError
@@ -71,8 +72,10 @@ class Data:
     bad_rows: at a row of data that cannot be used, `raise` stops; `skip` passes it by, counts it and names it in
               bad_rows.jsonl of the run folder
     bad_row_limit: how many may be passed by in all
-    over_length: what becomes of a chat longer than a row: `raise` stops, `drop` leaves it out, `cut` leaves out its
-              last turns; what is left out is counted
+    units:    of each modality that a `Chat.processor` makes, such as {"image": 4096}: units of a row;
+              `python -m omnijax.inspect --data CONFIG` proposes some
+    over_length: what becomes of a chat longer than a row, or with more units than one: `raise` stops, `drop` leaves it
+              out, `cut` leaves out its last turns; what is left out is counted
     look_ahead: how many chats wait for the row that they fit best
     """
 
@@ -86,6 +89,7 @@ class Data:
     prefetch: int = ranged(2, at_least=1)
     bad_rows: Literal["raise", "skip"] = "raise"
     bad_row_limit: int = ranged(100, at_least=0)
+    units: Mapping[str, int] = field(default_factory=dict, metadata={"at_least": 1})
     over_length: Literal["raise", "drop", "cut"] = "raise"
     look_ahead: int = ranged(64, at_least=1)
 
@@ -210,6 +214,25 @@ class Train:
                 f"the tokenizer has {self.data.tokenizer.vocab_size} ids, the model a vocabulary of "
                 f"{self.model.vocab_size}; raise the model's vocab_size, or take the tokenizer that belongs to it"
             )
+
+        for processor in processors_of(self.data.source):
+            self._check_processor(processor)
+
+    def _check_processor(self, processor: Processor) -> None:
+        """Raises `UserError` where the model does not read what the processor makes."""
+        name, model, read = type(processor).__name__, type(self.model).__name__, getattr(self.model, "units", {})
+        for modality, unit in processor.units.items():
+            if modality not in read:
+                raise UserError(
+                    f"Chat.processor = {name} makes units of {modality!r}, and the model, {model}, reads "
+                    f"{', '.join(read) or 'only text'}: take a model that reads them, or leave the processor out"
+                )
+            if unit != read[modality]:
+                raise UserError(
+                    f"Chat.processor = {name} makes {modality} units {unit}, and the model, {model}, reads "
+                    f"{read[modality]}: give the processor the sizes of the model's config"
+                )
+        processor.check(self.data.tokenizer, self.model)
 
     def model_options(self) -> dict[str, Any]:
         """What `model.build` takes beside the model config."""

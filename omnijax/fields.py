@@ -26,7 +26,7 @@ def ranged(
     above: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A dataclass field whose number, or whose tuple's numbers, lie in a range; without a default it is required.
+    """A dataclass field whose number, or the numbers of whose tuple, lie in a range; without a default it is required.
 
     The config loader checks the range. `None` passes, where the type allows it.
     """
@@ -41,7 +41,8 @@ _COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operat
 def range_error(value: Any, metadata: Mapping[str, Any]) -> str:
     """The range, such as "above 0 and at most 1", of a value that is not in it; "" if it is, or has no range."""
     bounds = {name: metadata[name] for name in _COMPARISONS if name in metadata}
-    numbers = [number for number in (value if isinstance(value, tuple) else (value,)) if number is not None]
+    several = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,)
+    numbers = [number for number in several if number is not None]
     inside = all(_COMPARISONS[name](number, bound) for number in numbers for name, bound in bounds.items())
     return "" if inside else " and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in bounds.items())
 

@@ -44,9 +44,11 @@ def visible(root: type, imports: Iterable[Import]) -> Names:
     for line in (Import(root.__module__, "", ""), *imports):
         if line.alias and aliases.setdefault(line.alias, line.module) != line.module:
             raise UserError(f"{line.where}: {line.alias} is {aliases[line.alias]} already: choose another name")
-        for name, thing in vars(import_module(line)).items():
+        module = import_module(line)
+        for name, thing in vars(module).items():
             inside = f"{getattr(thing, '__module__', '')}.".startswith(f"{line.module}.")
-            if not name.startswith("_") and (is_frozen(thing) or (callable(thing) and inside)):
+            offered = inside or name in getattr(module, "__all__", ())
+            if not name.startswith("_") and (is_frozen(thing) or (callable(thing) and offered)):
                 reach(thing)
                 names[f"{line.alias or line.module}.{name}"] = thing
     return names

@@ -3,8 +3,9 @@
 Samples of each source, the rows of the first step as text and as a picture, and budgets for rows like these.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ import numpy as np
 from jaxtyping import Bool, Int32, Shaped
 
 from omnijax import config, flops, parameters
-from omnijax.data.budgets import propose_budgets
+from omnijax.data.budgets import Budgets, propose_budgets
 from omnijax.data.chat_source import has_chat
 from omnijax.data.items import Items
 from omnijax.data.mixture import open_members
-from omnijax.data.omni_packing import batch_fields, measure
+from omnijax.data.omni_packing import FirstFit, Item, batch_fields, measure
 from omnijax.data.packing import Rows
-from omnijax.data.pipeline import make_pipeline
+from omnijax.data.pipeline import make_pipeline, missing_units, unit_shapes
 from omnijax.data.shards import Pipeline
 from omnijax.data.spelling import spelling
 from omnijax.data.stream import ExactStream
@@ -29,7 +30,7 @@ from omnijax.errors import BadRow
 SAMPLES = 3  # of each source
 ROWS = 4  # that are printed
 PICTURED = 32  # rows of the picture
-MOST = 10_000  # rows that budgets are proposed from
+MOST, MOST_MEDIA = 10_000, 1_000  # rows that budgets are proposed from; where media must be decoded for it
 BEGIN, END = "⟦", "⟧"  # around what is trained
 
 
@@ -37,24 +38,28 @@ def show(settings: config.Train) -> Iterator[str]:
     """The lines of the report; the picture goes into the run folder. Raises what reading the rows raises."""
     data = settings.data
     tables, _ = open_members(data.source, data.holdout)
-    pipeline = make_pipeline(data, tables, settings.run.seed)
+    missing = missing_units(data)  # this is what the command is asked for then
+    pipeline = make_pipeline(data, tables, settings.run.seed, FirstFit(Budgets(data.length)) if missing else None)
     yield f"{BEGIN}trained{END} tokens are what the model learns to write\n"
     for member, name in enumerate(pipeline.deal.names):
         yield from _samples(pipeline, member, name, data.tokenizer)
-    stream = ExactStream(pipeline)
-    rows = next(stream)
-    stream.close()
-    yield from _rows_text(rows, data.tokenizer)
-    folder = Path(settings.run.dir).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    yield f"picture of the rows: {plot_rows(rows.arrays, folder / 'packed_rows.png')}\n"
+    if missing:
+        yield f"no rows yet, as Data.units has no budget for {', '.join(missing)}: take one from below\n"
+    else:
+        stream = ExactStream(pipeline)
+        rows = next(stream)
+        stream.close()
+        yield from _rows_text(rows, data.tokenizer)
+        folder = Path(settings.run.dir).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        yield f"picture of the rows: {plot_rows(rows.arrays, folder / 'packed_rows.png')}\n"
     model = parameters.abstract_model(settings.model, **settings.model_options())
-    cost = 3 * flops.forward_cost(model, settings.model.attention_costs()).per_token
-    yield from _budgets(pipeline, data, cost)
+    cost = flops.forward_cost(model, settings.model.attention_costs())
+    yield from _budgets(pipeline, data, {"tokens": 3 * cost.per_token} | {n: 3 * c for n, c in cost.per_unit.items()})
 
 
 def marked(ids: Int32[np.ndarray, "n"], trained: Bool[np.ndarray, "n"], tokenizer: Tokenizer) -> str:
-    """The text of tokens, with what is trained in brackets and special tokens spelled out."""
+    """The text of tokens, with what is trained in brackets and special tokens spelled out, many of one as "x 196"."""
     names = {token: name for name, token in spelling(tokenizer).tokens.items()}
     names.setdefault(tokenizer.eos_id, "<end of document>")
     text = ""
@@ -62,9 +67,14 @@ def marked(ids: Int32[np.ndarray, "n"], trained: Bool[np.ndarray, "n"], tokenize
         inner = ""
         for named, same in groupby((token for token, _ in run), key=lambda token: token in names):
             tokens = list(same)
-            inner += "".join(names[token] for token in tokens) if named else tokenizer.decode(tokens)
+            inner += _spelled([names[token] for token in tokens]) if named else tokenizer.decode(tokens)
         text += f"{BEGIN}{inner}{END}" if label else inner
     return text
+
+
+def _spelled(names: Sequence[str]) -> str:
+    runs = [(name, len(list(run))) for name, run in groupby(names)]
+    return "".join(name * count if count < 4 else f"{name}x {count} " for name, count in runs)
 
 
 def plot_rows(arrays: dict[str, Shaped[np.ndarray, "rows S"]], path: Path) -> Path:
@@ -120,6 +130,12 @@ def _rows_text(rows: Rows, tokenizer: Tokenizer) -> Iterator[str]:
         f"{found['fill/tokens']:.1%} filled, {trained.mean():.1%} trained; "
         f"{found['pairs/tokens']:,.0f} pairs of attention a row, {found['pairs_max/tokens']:,.0f} at most"
     )
+    for kind, media in batch_fields(arrays)["media"].items():
+        units = media["unit_segments"]
+        yield (
+            f"   {kind}: {units.shape[1]} units a row; {found[f'fill/{kind}']:.1%} filled, "
+            f"{found[f'pairs/{kind}']:,.0f} pairs of attention a row, {found[f'pairs_max/{kind}']:,.0f} at most"
+        )
     slots = batch_fields(arrays)["slots"]
     for number, row_ids in enumerate(rows.row_ids[:ROWS]):
         segments = arrays["segment_ids"][number]
@@ -141,24 +157,43 @@ def _trained(arrays: dict[str, Shaped[np.ndarray, "rows S"]]) -> Bool[np.ndarray
     return trained
 
 
-def _budgets(pipeline: Pipeline, data: config.Data, cost: float) -> Iterator[str]:
-    """A table of the lengths half, as and twice that of the config, tried on rows by the shares of their sources."""
-    costs, bad = list[dict[str, int]](), Counter[str]()
+def _budgets(pipeline: Pipeline, data: config.Data, costs_of: Mapping[str, float]) -> Iterator[str]:
+    """A table of the lengths half, as and twice that of the config, tried on rows by the shares of their sources.
+
+    `costs_of` are the operations of a token and of a unit of each modality. Of the budgets of units, the two best of
+    each length are shown.
+    """
+    costs, bad, shapes = list[dict[str, int]](), Counter[str](), unit_shapes(data)
+    most = MOST_MEDIA if shapes else MOST
     for member, share in enumerate(pipeline.deal.shares(0)):
         items = pipeline.items[member]
-        for _, item in zip(range(round(MOST * share)), _items(items, pipeline, member), strict=False):
+        for _, item in zip(range(round(most * share)), _items(items, pipeline, member), strict=False):
             if isinstance(item, BadRow):
                 bad[item.reason] += 1
             elif item.tokens.size:
-                costs.append({"tokens": item.tokens.size})
+                costs.append(item.costs() if isinstance(item, Item) else {"tokens": item.tokens.size})
     yield f"== budgets for {len(costs):,} rows, {sum(bad.values())} bad ones left out"
     for reason, count in bad.most_common(3):
         yield f"   {count} x {reason}"
     lengths = [max(data.length // 2, 2), data.length, 2 * data.length]
     look_ahead, text = data.look_ahead, not has_chat(data.source)
-    table: Sequence[Any] = propose_budgets(costs, lengths, {"tokens": cost}, look_ahead=look_ahead, split_text=text)
+    table = propose_budgets(
+        costs,
+        lengths,
+        {name: costs_of.get(name, 0.0) for name in ("tokens", *shapes)},
+        look_ahead=look_ahead,
+        split_text=text,
+        multiple=math.lcm(8, *(shape.multiple for shape in shapes.values())),
+    )
+    shown = Counter[int]()
     for each in table:
+        length, units = each.budgets.tokens, dict(each.budgets.units)
+        shown[length] += 1
+        if shown[length] > 2:
+            continue
+        fill = ", ".join(f"{name} {share:.2%}" if units else f"{share:.2%}" for name, share in each.fill.items())
         yield (
-            f"   Data.length = {each.budgets.tokens}: {each.fill['tokens']:.2%} filled, {each.waste:.2%} of the "
-            f"operations wasted ({each.wasted['tokens']:.3g} a row, attention aside); {each.lost} rows too long"
+            f"   Data.length = {length}{f', Data.units = {units}' if units else ''}: {fill} filled, {each.waste:.2%} "
+            f"of the operations wasted ({sum(each.wasted.values()):.3g} a row, attention aside); {each.lost} rows too "
+            f"long"
         )

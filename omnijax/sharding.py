@@ -233,6 +233,13 @@ def part(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_rules() -> Iterator[None]:
+    """Inside this context `constrain` is the identity: for a program that is traced to be read, of any size."""
+    with _rules(None):
+        yield
+
+
+@contextlib.contextmanager
 def record() -> Iterator[list[Placement]]:
     """Collect the placement of every activation that is traced inside this context."""
     placements: list[Placement] = []

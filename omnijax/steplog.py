@@ -14,6 +14,7 @@ import tqdm
 from jaxtyping import Array
 
 from omnijax import flops
+from omnijax.data.omni_packing import batch_fields
 from omnijax.data.packing import Rows
 from omnijax.metrics import MetricsWriter
 
@@ -126,7 +127,8 @@ class StepLog:
         if seconds is None:
             return {}
         segments = rows.arrays["segment_ids"]
-        per_device = flops.training_flops(self._cost, segments) / seconds / jax.device_count()
+        media = {name: each["unit_segments"] for name, each in batch_fields(rows.arrays)["media"].items()}
+        per_device = flops.training_flops(self._cost, segments, media) / seconds / jax.device_count()
         speed = {
             "step_seconds": seconds,
             "tokens_per_second": float((segments > 0).sum()) / seconds,

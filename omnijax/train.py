@@ -19,6 +19,7 @@ from omnijax import checkpoint, commands, config, flops, metrics, parameters, re
 from omnijax.data import documents
 from omnijax.data.evaluation import Evaluation
 from omnijax.data.mixture import open_members, source_names
+from omnijax.data.omni_packing import imbalance
 from omnijax.data.pipeline import heldout_rows, make_pipeline
 from omnijax.data.stream import ExactStream, with_last
 from omnijax.errors import UserError
@@ -85,6 +86,7 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
         graphdef, params = parameters.split(model)
         say(report.sharding_text(parameters.placements(model, mesh, settings.rules), mesh))
         sharding.activation_spec((data.rows, data.length), "batch", "length")  # refuses here, not at the first step
+        data_parts = sharding.split_count("batch", data.rows)
         optimizer = make_optimizer(settings.optimizer, run.steps, params)
         shardings = state_shardings(model, optimizer, mesh, settings.rules)
         peak = flops.peak_flops(jax.devices()[0].device_kind, run.peak_tflops)
@@ -143,7 +145,7 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
                 state, results = step(state, put_batch(rows.arrays, mesh, settings.rules))
             for line in report.alternatives((label(each.names, each.shape), each) for each in activations):
                 log.say(line)
-            log.record(number, rows, results | rows.metrics)
+            log.record(number, rows, results | rows.metrics | imbalance(rows.arrays, data_parts))
             if step._cache_size() > programs:
                 log.say(f"warning: step {number} was compiled anew; every batch should have one shape and one sharding")
                 programs = step._cache_size()

@@ -18,6 +18,8 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from PIL import Image
 from pyarrow import ipc
 
+from models.qwen2_vl import Qwen2VLConfig, Qwen2VLTextConfig
+from models.vision.qwen2_vl import Qwen2VLVisionConfig
 from omnijax import config, ginfile, inspect
 from omnijax.data.chat_source import WITH_DATE
 from omnijax.data.formats import Format, FormatOptions, to_sample
@@ -25,6 +27,7 @@ from omnijax.data.media.audio import AudioLimits
 from omnijax.data.media.image import ImageLimits
 from omnijax.data.media.video import VideoLimits
 from omnijax.data.mixture import open_members
+from omnijax.data.omni_packing import imbalance
 from omnijax.data.packing import Rows
 from omnijax.data.pipeline import make_pipeline
 from omnijax.data.rows import KINDS, open_rows
@@ -163,12 +166,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pyarrow.Table.from_pylist([{"text": "Only text."}] * 9), path / "data/more/texts.parquet"
     )
     write(path / "data" / "web.jsonl", *[{"text": "Long ago, in a web far away. "}] * 400)
-    write(
-        path / "data" / "pictures.jsonl",
-        {"messages": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]},
-    )
-    Image.new("RGB", (16, 12)).save(path / "data" / "a.png")
-    tokenizer = save(add_names(byte_pairs()), path / "model")
+    pictures = [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}, *exchange(1)["messages"]]  # type: ignore[misc]
+    write(path / "data" / "pictures.jsonl", *[{"messages": pictures}] * 40)
+    moving = [Image.new("RGB", (16, 12), colour) for colour in ("black", "white")]
+    moving[0].save(path / "data" / "a.png", save_all=True, append_images=moving[1:])
+    pairs = add_names(byte_pairs())
+    tokenizer = save(pairs, path / "model")
+    pairs.add_special_tokens(["<|video_pad|>"])
+    save(pairs, path / "qwen2_vl")
+    tokens = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    ids: dict[str, Any] = {f"{name}_token_id": pairs.token_to_id(f"<|{token}|>") for name, token in tokens.items()}
+    text, vision = Qwen2VLTextConfig(vocab_size=512), Qwen2VLVisionConfig(hidden_size=Qwen2VLTextConfig().hidden_size)
+    (path / "qwen2_vl" / "config.json").write_text(json.dumps(Qwen2VLConfig(text, vision, **ids).to_hf()))
     Path(tokenizer.path).with_name("tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     for name, text in CONFIGS.items():
         (path / name).write_text(text)
@@ -197,7 +206,8 @@ def steps(data: config.Data, count: int, **options: Any) -> list[Rows]:
 def test_a_config_gives_rows(name: str) -> None:
     data = load(name)
     (rows,) = steps(data, 1)
-    assert rows.arrays["tokens"].shape == (8, 128)
+    assert rows.arrays["tokens"].shape == (8, data.length) == (8, 1024 if data.units else 128)
+    assert {name: rows.arrays[f"media.{name}.features"].shape[1] for name in data.units} == data.units
     assert (Path("~/.cache/omnijax/rows").expanduser()).is_dir()
 
 
@@ -208,7 +218,7 @@ def test_what_is_trained_of_a_chat() -> None:
     for template in ("chatml", "model"):
         data = load("chat.gin", "Chat.path='shown.jsonl'", f"Chat.template={template!r}", *NO_EVALUATION)
         (rows,) = open_members(data.source)[0]
-        _, rendered = data.source.items(rows, data.tokenizer, 0).rendered(0)  # type: ignore[attr-defined]
+        _, rendered, _ = data.source.items(rows, data.tokenizer, 0).rendered(0)  # type: ignore[attr-defined]
         texts.add(marked(rendered.tokens, rendered.trained, data.tokenizer))
     assert texts == {f"{expected}\n"}
 
@@ -241,7 +251,9 @@ def test_the_metrics() -> None:
         "Data.look_ahead=4",
     ]
     metrics = steps(load("mixture.gin", *overrides), 6)[-1].metrics
-    names = {re.sub("(?<=share/).*", "NAME", name) for name in metrics}
+    (pictures,) = steps(load("pictures.gin"), 1)
+    names = {*metrics, *pictures.metrics, *imbalance(pictures.arrays, 8)}
+    names = {re.sub("(?<=media/).*", "NOTE", re.sub("(?<=share/).*", "NAME", name)) for name in names}
     assert names == {name for cells in table("metric") for name in quoted(cells[0])} - {"loss/NAME"}
     packed = [metrics[f"packing/{name}"] for name in ("packed", "dropped", "empty")]
     assert metrics["packing/read"] - sum(packed) == 4 * 8  # those that wait, of each shard

@@ -5,9 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from models.qwen2_vl import Qwen2VLConfig, Qwen2VLTextConfig
 from models.qwen3 import Qwen3Config
+from models.vision.qwen2_vl import Qwen2VLVisionConfig
 from omnijax import parameters
 from omnijax.flops import attended_pairs, document_lengths, forward_cost, peak_flops, training_flops
+from omnijax.nn.rope import MultimodalRope
 
 CONFIG = Qwen3Config(
     vocab_size=11,
@@ -66,6 +69,30 @@ def test_training_flops(config: Qwen3Config, pairs: int) -> None:
     cost = forward_cost(parameters.abstract_model(config), config.attention_costs())
     assert training_flops(cost, SEGMENTS) == 3 * (2 * WEIGHTS * 11 + PAIR * pairs)
     assert training_flops(cost, np.zeros_like(SEGMENTS)) == 0
+
+
+def test_the_units_of_an_encoder_count_for_themselves() -> None:
+    """Patches of 3 x 2 x 2 x 2 values into a width of 8, two layers, and a merger of four patches at a time."""
+    vision = Qwen2VLVisionConfig(depth=2, num_heads=2, patch_size=2, embed_dim=8, hidden_size=6, mlp_ratio=2)
+    text = Qwen2VLTextConfig(
+        vocab_size=11,
+        hidden_size=6,
+        intermediate_size=10,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rope_scaling=MultimodalRope((2, 1, 1)),
+    )
+    config = Qwen2VLConfig(text, vision, 7, 8, 9, 10)
+    cost = forward_cost(parameters.abstract_model(config), config.attention_costs())
+    of_a_patch = 24 * 8 + 2 * (4 * 8 * 8 + 2 * 8 * 16)
+    merger = 32 * 32 + 32 * 6
+    assert cost.per_unit == {"image": 2 * (of_a_patch + merger / 4)}
+    assert cost.per_token == 2 * WEIGHTS
+    media = np.array([[1, 1, 1, 1], [2, 2, 2, 2], [0, 0, 0, 0]], np.int32)
+    more = training_flops(cost, SEGMENTS, {"image": media}) - training_flops(cost, SEGMENTS)
+    assert more == 3 * 8 * cost.per_unit["image"]
 
 
 @pytest.mark.parametrize(

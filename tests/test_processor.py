@@ -159,7 +159,7 @@ def test_placeholders_features_and_slots_are_as_many(family, shape, tokenizer):
     assert np.array_equal(np.isin(found.tokens.tokens, ids), placeholder)
     assert len(found.positions) == placeholder.size
     assert found.advance > found.positions[-1].max()
-    assert found.media.features.shape[1:] == processor.units["image"].shape.features
+    assert found.media.features.shape[1:] == processor.units["image"].features
     assert np.isfinite(media.features).all()
 
 

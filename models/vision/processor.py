@@ -14,7 +14,7 @@ from omnijax.data.chat import MediaTokens
 from omnijax.data.media.image import ImageLimits, load_image
 from omnijax.data.media.video import Video, VideoLimits, load_video
 from omnijax.data.omni_packing import MediaItem, UnitShape
-from omnijax.data.processing import Medium, Units, unread, unwritten
+from omnijax.data.processing import Medium, unread, unwritten
 from omnijax.data.sample import Part, RowId
 from omnijax.data.spelling import Before, Spelling, spelling
 from omnijax.data.tokenizer import Tokenizer
@@ -71,9 +71,9 @@ class Qwen2VLProcessor:
     end: str = "<|vision_end|>"
 
     @property
-    def units(self) -> Mapping[str, Units]:
+    def units(self) -> Mapping[str, UnitShape]:
         size = CHANNELS * self.temporal_patch_size * self.patch_size**2
-        return {"image": Units(UnitShape((size,), (3,)), self.merge**2)}
+        return {"image": UnitShape((size,), (3,), multiple=self.merge**2)}
 
     @property
     def position(self) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ class Qwen2VLProcessor:
             picture = load_image(part.media, self.image, row)
             frames = resized(picture.pixels, self.picture_size(*picture.pixels.shape[:2]))[None]
             units, grid = patchify(frames, self.patch_size, self.merge, self.temporal_patch_size)
-            return self._medium(units, grid, self.picture_tokens(spelling(tokenizer), grid))
+            return self._medium(units, grid, self.picture_tokens(spelling(tokenizer), grid), picture.notes)
         if part.media.audio is not None:
             raise BadRow(
                 row, f"message {part.message} has a clip with its sound, and the model hears none: drop the sound"
@@ -131,7 +131,7 @@ class Qwen2VLProcessor:
 
         video = load_video(part.media, self.video, row, resize=resize)
         units, grid = patchify(video.frames, self.patch_size, self.merge, self.temporal_patch_size)
-        return self._medium(units, grid, self.clip_tokens(spelling(tokenizer), video, grid))
+        return self._medium(units, grid, self.clip_tokens(spelling(tokenizer), video, grid), video.notes)
 
     def picture_size(self, height: int, width: int) -> Size:
         """What a picture is resized to."""
@@ -160,7 +160,7 @@ class Qwen2VLProcessor:
         between = [spell.token_id(placeholder)] * run.tokens(self.merge)
         return Written([spell.token_id(self.start), *between, spell.token_id(self.end)], [run])
 
-    def _medium(self, units: UInt8[np.ndarray, "N P"], grid: Grid, written: Written) -> Medium:
+    def _medium(self, units: UInt8[np.ndarray, "N P"], grid: Grid, written: Written, notes: tuple[str, ...]) -> Medium:
         place = merge_positions(grid, self.merge)
         order, merged, length = self.unit_order(place), self.merge**2, len(written.tokens)
         placeholder = np.zeros(length, np.bool_)
@@ -179,7 +179,7 @@ class Qwen2VLProcessor:
             encoded=count // merged,
         )
         tokens = MediaTokens(np.array(written.tokens, np.int32), placeholder, written.before)
-        return Medium("image", tokens, positions, advance, media)
+        return Medium("image", tokens, positions, advance, media, notes)
 
     def _normalised(self, units: UInt8[np.ndarray, "N P"]) -> Float32[np.ndarray, "N P"]:
         """(share of 255 - mean) / std, looked up: there are only 256 values a channel."""

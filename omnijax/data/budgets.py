@@ -30,11 +30,12 @@ class Budgets:
 class Size(NamedTuple):
     """What an item takes of each budget, in the order of `Budgets.limits`; no tokens: it is not packed.
 
-    `lost` of its tokens are left out because it is beyond a budget.
+    `lost` of its tokens are left out because it is beyond a budget. `notes` are counted.
     """
 
     costs: tuple[int, ...]
     lost: int = 0
+    notes: tuple[str, ...] = ()
 
 
 SizeOf = Callable[[int], Size | None]
@@ -138,6 +139,7 @@ class _Window:
             self._counts["cut"] += packed and size.lost > 0
             self._counts["dropped"] += not packed and size.lost > 0
             self._counts["empty"] += not packed and not size.lost
+            self._counts.update(f"media/{note}" for note in size.notes)
 
     def best(self, room: Int64[np.ndarray, "budgets"]) -> list[Piece]:
         """What fills the room best of the items that are no longer than a row."""

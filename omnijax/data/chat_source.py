@@ -2,18 +2,20 @@
 
 import dataclasses
 import hashlib
+import os
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from omnijax.data.chat import Rendered, render
+from omnijax.data.chat import Rendered
 from omnijax.data.documents import Table
 from omnijax.data.formats import Format, FormatOptions, to_sample
 from omnijax.data.jinja_file import read_jinja
 from omnijax.data.jinja_template import JinjaTemplate
 from omnijax.data.mixture import Mixture, members_of
 from omnijax.data.omni_packing import Item
+from omnijax.data.processing import Medium, Processor, make_item, render_media
 from omnijax.data.rows import Rows, open_rows
 from omnijax.data.sample import Part, Sample
 from omnijax.data.sources import Source
@@ -26,7 +28,7 @@ WITH_DATE = ("llama3.1", "gpt_oss")  # those built-in templates that say what da
 
 @dataclass(frozen=True)
 class Chat(Source):
-    """Conversations of text; what the assistant says, and the end of its turns, is trained. Plain text is all trained.
+    """Conversations; what the assistant says, and the end of its turns, is trained. Plain text is all trained.
 
     path:     files, folders or globs of these, of any kind that `omnijax.data.rows` opens, local or at a URL
     template: one of `omnijax.data.templates.TEMPLATES`, or the path of a tokenizer's Jinja template: its
@@ -37,6 +39,11 @@ class Chat(Source):
     text:     the field that plain text stands in
     left_out: texts of a row that the template writes nowhere, such as the thinking of earlier answers: `raise` makes
               it a bad row, `allow` trains on what is left
+    processor: what makes media ready for the model, such as `models.vision.processor.Qwen2VLProcessor`; None: a row
+              with media is a bad row
+    media_root: the folder that paths of media start from; None: a row with a path is a bad row
+    outside_root: such paths may lead out of that folder
+    allow_urls: media may be at http and https URLs
     name:     of the source, in the ids of its rows
     index_cache: folder for the indexes of files; None: they are made anew in each process
     """
@@ -48,6 +55,10 @@ class Chat(Source):
     format: Format | None = None
     text: str = "text"
     left_out: Literal["raise", "allow"] = "raise"
+    processor: Processor | None = None
+    media_root: str | None = None
+    outside_root: bool = False
+    allow_urls: bool = False
     name: str = "chat"
     index_cache: str | None = "~/.cache/omnijax/rows"
 
@@ -60,6 +71,17 @@ class Chat(Source):
             raise UserError(
                 f"Chat.date = {self.date!r}, and the template {self.template!r} says none: leave it out; "
                 f"{' and '.join(WITH_DATE)} do, and Jinja templates may"
+            )
+
+        processor = self.processor
+        if processor is not None and (isinstance(processor, type) or not isinstance(processor, Processor)):
+            raise UserError(
+                f"Chat.processor = {processor!r} is no processor: give one, such as @processor.Qwen2VLProcessor()"
+            )
+        if processor is None and (self.media_root is not None or self.outside_root or self.allow_urls):
+            raise UserError(
+                "Chat.media_root, outside_root and allow_urls say where media are, and nothing reads them: give a "
+                "Chat.processor, or leave them out"
             )
 
     def open(self) -> Rows:
@@ -88,6 +110,12 @@ def has_chat(source: Source | Mixture) -> bool:
     return any(isinstance(member.source, Chat) for member in members_of(source))
 
 
+def processors_of(source: Source | Mixture) -> list[Processor]:
+    """The processors of the chats in it."""
+    chats = [member.source for member in members_of(source) if isinstance(member.source, Chat)]
+    return [chat.processor for chat in chats if chat.processor is not None]
+
+
 @dataclass(frozen=True, eq=False)
 class ChatItems:
     """An `Item` of each row."""
@@ -108,32 +136,24 @@ class ChatItems:
             file = read_jinja(self.chat.template)
             content = repr((file.source, sorted(file.special_tokens.items())))
             settings["template"] = f"sha256 {hashlib.sha256(content.encode()).hexdigest()[:16]}"
+        if self.chat.processor is not None:
+            where = {name: getattr(self.chat, name) for name in ("outside_root", "allow_urls")}
+            settings["processor"] = self.chat.processor.settings() | where
         return {"tokenizer": self.tokenizer.fingerprint, "chat": settings}
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Item:
-        sample, rendered = self.rendered(index)
+        sample, rendered, media = self.rendered(index)
         document = all(part.role == "document" for part in sample.parts)
-        return Item(
-            rendered.tokens,
-            rendered.trained,
-            str(sample.row),
-            self.source,
-            ends=() if document else rendered.ends,
-            document=document,
-        )
+        return make_item(rendered, media, sample.row, self.source, document=document)
 
-    def rendered(self, index: int) -> tuple[Sample, Rendered]:
-        """The sample of a row and its tokens; raises `BadRow` for one that cannot be trained on."""
+    def rendered(self, index: int) -> tuple[Sample, Rendered, list[Medium]]:
+        """The sample of a row, its tokens and its media; raises `BadRow` for one that cannot be trained on."""
         row_id = self.rows.row_id(index)
-        # Where media lie does not matter: a row that has any is refused when it is rendered, and none is opened.
-        options = FormatOptions(
-            root="/", outside_root=True, allow_urls=True, format=self.chat.format, text=self.chat.text
-        )
-        sample = _with_system(to_sample(self.rows[index], row_id, options), self.chat.system)
-        rendered = render(sample, self._template, self.tokenizer)
+        sample = _with_system(to_sample(self.rows[index], row_id, self._options), self.chat.system)
+        rendered, media = render_media(sample, self._template, self.tokenizer, self.chat.processor)
         if rendered.left_out and self.chat.left_out == "raise":
             raise BadRow(
                 row_id,
@@ -142,7 +162,22 @@ class ChatItems:
             )
         if rendered.tokens.size and not rendered.trained[1:].any():
             raise BadRow(row_id, "it has no label, as no message of an assistant is trained: leave it out")
-        return sample, rendered
+        return sample, rendered, media
+
+    @property
+    def _options(self) -> FormatOptions:
+        chat = self.chat
+        if chat.processor is None:
+            # Where media lie does not matter: a row that has any is refused when it is rendered, and none is opened.
+            return FormatOptions(root="/", outside_root=True, allow_urls=True, format=chat.format, text=chat.text)
+        return FormatOptions(
+            root=chat.media_root if chat.media_root is None else os.path.expanduser(chat.media_root),
+            outside_root=chat.outside_root,
+            allow_urls=chat.allow_urls,
+            frame_rate=chat.processor.frame_rate,
+            format=chat.format,
+            text=chat.text,
+        )
 
     @cached_property
     def _template(self) -> Template:

@@ -49,6 +49,7 @@ class Item:
     trained:   the token is a label
     positions: 0, 1, ... by default
     ends:      after how many tokens it may be cut: where a message with a label ends, rising
+    notes:     what was done to its media beside decoding them, to be counted
     document:  it is plain text without media or positions, which may go on in another row as another segment
     """
 
@@ -59,6 +60,7 @@ class Item:
     positions: Int32[np.ndarray, "n *axes"] | None = None
     media: Mapping[str, MediaItem] = field(default_factory=dict)
     ends: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
     document: bool = False
 
     def costs(self) -> dict[str, int]:
@@ -95,11 +97,15 @@ def first_messages(item: Item, end: int) -> Item | None:
 
 @dataclass(frozen=True)
 class UnitShape:
-    """Of one unit: the shape of its features and of its position, and the type of the features."""
+    """Of one unit: the shape of its features and of its position, and the type of the features.
+
+    multiple: how many units at a time become whole encoded features; a budget is a multiple of it
+    """
 
     features: tuple[int, ...]
     position: tuple[int, ...] = ()
     dtype: str = "float32"
+    multiple: int = 1
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ class FirstFit:
         an item is not what it was when its size was read, `BadRow` as `over` says, and what `read` raises.
 
         The counts in the state: read = packed + dropped + empty + len(waiting), in items; those `cut` are packed too,
-        in part; `lost_tokens` are those of dropped items and cut messages.
+        in part; `lost_tokens` are those of dropped items and cut messages; "media/NOTE" counts the items' notes.
         """
 
         def size_of(number: int) -> Size | None:
@@ -152,7 +158,7 @@ class FirstFit:
             lost = item.tokens.size - (kept.tokens.size if kept else 0)
             if lost:
                 logger.info("%s: over a budget: %s of %s tokens left out", item.row_id, lost, item.tokens.size)
-            return Size(self._costs(kept) if kept else (0,), lost)
+            return Size(self._costs(kept) if kept else (0,), lost, item.notes)
 
         pieces, state = plan_row(self.budgets, self.look_ahead, size_of, state)
         row, row_ids, used = self.empty_row(), list[str](), Counter[str]()
@@ -177,7 +183,8 @@ class FirstFit:
             raise BadRow(
                 item.row_id,
                 f"takes {item.costs()[over[0]]} of the budget of {over[0]}, which is {self.budgets.limits()[over[0]]} "
-                "a row: raise the budget (of tokens: Data.length), or have it dropped or cut (Data.over_length)",
+                "a row: raise the budget (of tokens: Data.length, else Data.units), or have it dropped or cut "
+                "(Data.over_length)",
             )
         parts = (first_messages(item, end) for end in reversed(item.ends) if self.over == "cut")
         return next((part for part in parts if part and not self._over(part)), None)
@@ -264,6 +271,17 @@ def measure(arrays: Mapping[str, Shaped[np.ndarray, "rows ..."]]) -> dict[str, f
         | {f"pairs/{name}": float(each.mean()) for name, each in pairs.items()}
         | {f"pairs_max/{name}": float(each.max()) for name, each in pairs.items()}
     )
+
+
+def imbalance(arrays: Mapping[str, Shaped[np.ndarray, "rows ..."]], parts: int) -> dict[str, float]:
+    """How much more than the others the busiest of `parts` equal runs of rows has: 1 where all have the same.
+
+    "imbalance/tokens", "imbalance/image", ...: the most over the mean of what is not padding.
+    """
+    media = batch_fields(arrays)["media"]
+    segments = {"tokens": arrays["segment_ids"]} | {name: each["unit_segments"] for name, each in media.items()}
+    work = {name: (each > 0).reshape(parts, -1).sum(1) for name, each in segments.items()}
+    return {f"imbalance/{name}": float(each.max() / each.mean()) if each.any() else 1.0 for name, each in work.items()}
 
 
 def _causal_pairs(segment_ids: Int32[np.ndarray, "S"]) -> int:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from omnijax.data.budgets import Budgets
-from omnijax.data.chat_source import has_chat
+from omnijax.data.chat_source import has_chat, processors_of
 from omnijax.data.documents import Table, concatenate
 from omnijax.data.evaluation import Evaluation, evaluation_rows
 from omnijax.data.items import DocumentItems, Items, TextItems
 from omnijax.data.mixture import deal_members, members_of
-from omnijax.data.omni_packing import FirstFit, Item
+from omnijax.data.omni_packing import FirstFit, Item, UnitShape
 from omnijax.data.packing import ConcatenateAndSplit, Packer, stack_rows
 from omnijax.data.shards import Pipeline
 from omnijax.errors import BadRow, UserError
@@ -21,10 +21,15 @@ if TYPE_CHECKING:
     from omnijax import config
 
 
-def make_pipeline(data: "config.Data", tables: Sequence[Table[Any, Any]], seed: int) -> Pipeline:
-    """How the rows of each source become rows of tokens: text alone is laid end to end, chats are packed whole."""
+def make_pipeline(
+    data: "config.Data", tables: Sequence[Table[Any, Any]], seed: int, packer: Packer | None = None
+) -> Pipeline:
+    """How the rows of each source become rows of tokens: text alone is laid end to end, chats are packed whole.
+
+    `packer` is that of the settings by default, and raises as `make_packer` does.
+    """
     deal = deal_members(data.source, [len(table) for table in tables], data.shards or data.rows, seed)
-    return Pipeline(make_items(data, tables), deal, make_packer(data), data.rows, bad_row_limit(data))
+    return Pipeline(make_items(data, tables), deal, packer or make_packer(data), data.rows, bad_row_limit(data))
 
 
 def make_items(data: "config.Data", tables: Sequence[Table[Any, Any]]) -> tuple[Items, ...]:
@@ -36,10 +41,49 @@ def make_items(data: "config.Data", tables: Sequence[Table[Any, Any]]) -> tuple[
 
 
 def make_packer(data: "config.Data") -> Packer:
-    """`FirstFit` where there are chats, `ConcatenateAndSplit` for text alone."""
+    """`FirstFit` where there are chats, `ConcatenateAndSplit` for text alone.
+
+    Raises `UserError` where `Data.units` are not those of the modalities that the chats have.
+    """
+    shapes = unit_shapes(data)
+    if unknown := sorted(set(data.units) - set(shapes)):
+        raise UserError(
+            f"Data.units has {unknown[0]!r}, and no Chat.processor makes such units "
+            f"({', '.join(shapes) or 'there is none'}): leave it out, or give the processor"
+        )
+    for name, shape in shapes.items():
+        if data.units.get(name, 0) % shape.multiple:
+            raise UserError(
+                f"Data.units has {data.units[name]} for {name!r}, and {shape.multiple} at a time make a feature: "
+                f"give a multiple of {shape.multiple}, such as {-data.units[name] // shape.multiple * -shape.multiple}"
+            )
+    if missing := missing_units(data):
+        raise UserError(
+            f"Data.units = {dict(data.units)} has none for {missing[0]!r}, of which Chat.processor makes units: say "
+            f"how many a row has; `python -m omnijax.inspect --data CONFIG` proposes some"
+        )
     if has_chat(data.source):
-        return FirstFit(Budgets(data.length), look_ahead=data.look_ahead, over=data.over_length)
+        budgets = Budgets(data.length, {name: data.units[name] for name in shapes})
+        position = max((each.position for each in processors_of(data.source)), key=len, default=())
+        return FirstFit(budgets, shapes, position, look_ahead=data.look_ahead, over=data.over_length)
     return ConcatenateAndSplit(data.length)
+
+
+def unit_shapes(data: "config.Data") -> dict[str, UnitShape]:
+    """The units of each modality that the chats have; raises `UserError` where two processors disagree on them."""
+    shapes: dict[str, UnitShape] = {}
+    for processor in processors_of(data.source):
+        for name, shape in processor.units.items():
+            if shapes.setdefault(name, shape) != shape:
+                raise UserError(
+                    f"Chat.processor: two of them make {name} units, {shapes[name]} and {shape}: make them the same"
+                )
+    return dict(sorted(shapes.items()))
+
+
+def missing_units(data: "config.Data") -> list[str]:
+    """The modalities that `Data.units` has no budget for."""
+    return [name for name in unit_shapes(data) if name not in data.units]
 
 
 def bad_row_limit(data: "config.Data") -> int | None:

@@ -7,7 +7,7 @@ record, so that they cannot disagree. Everything else is here and the same for a
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
@@ -20,14 +20,6 @@ from omnijax.data.tokenizer import Tokenizer
 from omnijax.errors import BadRow
 
 
-@dataclass(frozen=True)
-class Units:
-    """The units of a modality: their shape, and how many at a time become whole encoded features."""
-
-    shape: UnitShape
-    multiple: int = 1
-
-
 @dataclass(frozen=True, eq=False)
 class Medium:
     """One medium made ready.
@@ -37,6 +29,7 @@ class Medium:
     positions: of these tokens, counted from the first
     advance:   the position of a token that follows, counted alike
     media:     its units, with slots of these tokens
+    notes:     what was done to it beside decoding
     """
 
     modality: str
@@ -44,13 +37,15 @@ class Medium:
     positions: Int32[np.ndarray, "n *axes"]
     advance: int
     media: MediaItem
+    notes: tuple[str, ...] = ()
 
 
+@runtime_checkable
 class Processor(Protocol):
     """A family's host side: a frozen dataclass that pickles small, written in NumPy."""
 
     @property
-    def units(self) -> Mapping[str, Units]:
+    def units(self) -> Mapping[str, UnitShape]:
         """The modalities it makes units of, each with a budget of its own."""
         ...
 
@@ -116,6 +111,7 @@ def make_item(rendered: Rendered, media: Sequence[Medium], row: RowId, source: i
         _positions(rendered.tokens.size, starts, media) if media else None,
         _media(rendered.tokens.size, starts, media),
         ends=() if document else rendered.ends,
+        notes=tuple(note for medium in media for note in medium.notes),
         document=document,
     )
 

@@ -103,7 +103,9 @@ def _from_text(text: str, options: MediaOptions) -> MediaReference:
 def _resolve(path: str, options: MediaOptions) -> str:
     """The path with every link followed."""
     if options.root is None:
-        raise Refusal(f"media path {describe(path)} is relative to nothing: set root to the folder it starts from")
+        raise Refusal(
+            f"media path {describe(path)} is relative to nothing: set root, or Chat.media_root, to their folder"
+        )
     try:
         root = os.path.realpath(options.root)
         found = os.path.realpath(os.path.join(root, path))

@@ -138,7 +138,7 @@ class ExactStream(Iterator[Rows]):
         if self._pipeline.bad_row_limit is not None:
             metrics["bad_rows"] = _bad(step.states)
         counts = sum((Counter(state.packer.get("counts", {})) for state in step.states.values()), Counter())
-        metrics |= {f"packing/{name}": count for name, count in counts.items()}
+        metrics |= {name if "/" in name else f"packing/{name}": count for name, count in counts.items()}
         names, arrays = self._pipeline.deal.names, step.rows.arrays
         metrics |= measure(arrays)
         if len(names) > 1:
@@ -233,7 +233,7 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _describe(pipeline: Pipeline) -> dict[str, Any]:
     """What has to be the same for the rows to go on exactly, as JSON."""
     deal, packer = pipeline.deal, pipeline.packer
-    settings = [items.settings() for items in pipeline.items]
+    settings = [json.loads(json.dumps(items.settings())) for items in pipeline.items]
     contents = "".join(content_fingerprint(items.rows) for items in pipeline.items)
     return {
         "documents": sum(deal.sizes),
@@ -253,13 +253,20 @@ def _describe(pipeline: Pipeline) -> dict[str, Any]:
 def _require_same_stream(state: dict[str, Any], stream: Mapping[str, Any], whose: str) -> None:
     if not isinstance(state, dict) or set(state) != {"stream", "shards"}:
         raise UserError("the data state is not one that a stream gave: it must hold 'stream' and 'shards'")
-    for name in {**stream, **state["stream"]}:
-        saved, value = state["stream"].get(name), stream.get(name)
-        if saved != value:
-            raise UserError(
-                f"the data state has {name} {saved!r}, {whose} has {value!r}: they must agree to go on exactly; "
-                f"bring {name} back or start the data anew"
-            )
+    for name, saved, value in _differences("", state["stream"], stream):
+        raise UserError(
+            f"the data state has {name} {saved!r}, {whose} has {value!r}: they must agree to go on exactly; "
+            f"bring {name} back or start the data anew"
+        )
+
+
+def _differences(name: str, saved: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The innermost settings that differ, each by its path."""
+    if isinstance(saved, Mapping) and isinstance(value, Mapping):
+        for key in {**value, **saved}:
+            yield from _differences(f"{name}.{key}" if name else key, saved.get(key), value.get(key))
+    elif saved != value:
+        yield name, saved, value
 
 
 def _require_tokens(items: Items, name: str, limit: int | None) -> None:
