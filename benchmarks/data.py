@@ -28,13 +28,14 @@ from omnijax.data.budgets import Budgets
 from omnijax.data.documents import Table
 from omnijax.data.items import TextItems
 from omnijax.data.mixture import Deal
-from omnijax.data.omni_packing import FirstFit, UnitShape
+from omnijax.data.omni_packing import FirstFit
 from omnijax.data.packing import ConcatenateAndSplit, Packer
 from omnijax.data.rows import open_rows
 from omnijax.data.shards import Pipeline
 from omnijax.data.sources import JsonLines
 from omnijax.data.stream import ExactStream
 from omnijax.data.tokenizer import TokenizerFile
+from omnijax.units import UnitShape
 
 WORKERS, STEP, ROUNDS = 2, 8, 3
 ROWS = {"text": 20000, "image": 600, "video": 80, "audio": 300}

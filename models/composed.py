@@ -12,7 +12,7 @@ Encoders are named as the media they read; two of them may read pictures, each w
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -25,6 +25,7 @@ from omnijax.batch import Media
 from omnijax.errors import UserError
 from omnijax.nn.remat import Remat
 from omnijax.nn.rope import MultimodalRope
+from omnijax.units import UnitShape
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,18 @@ class Encoder:
     tower: Any
     projector: Projector | None = None
     start: str | None = None
+
+    def __post_init__(self) -> None:
+        merged, made = 1 if self.projector is None else self.projector.merged, getattr(self.tower, "unit_tokens", 0)
+        if made % merged:
+            raise UserError(f"Projector.merged = {merged} must divide the {made} features of a unit of its tower")
+
+    @property
+    def unit(self) -> UnitShape:
+        """The tower's, so many at a time as make a whole token of the projector."""
+        unit, merged = self.tower.unit, 1 if self.projector is None else self.projector.merged
+        whole = hasattr(self.tower, "unit_tokens")  # a unit has several features, which `merged` divides
+        return unit if whole else replace(unit, multiple=unit.multiple * merged)
 
 
 class Start(NamedTuple):
@@ -88,6 +101,11 @@ class OmniConfig:
                 tower = nnx.eval_shape(lambda config=encoder.tower: config.build(rngs=nnx.Rngs(0)))
                 found.append(Start(path, encoder.start, type(tower), encoder.tower))
         return found
+
+    @property
+    def units(self) -> dict[str, UnitShape]:
+        """The units that it reads, by modality."""
+        return {name: encoder.unit for name, encoder in self.encoders.items()}
 
     def attention_costs(self) -> tuple[tuple[int | None, int], ...]:
         """Those of the language model."""

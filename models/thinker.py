@@ -13,6 +13,7 @@ from models.vision_language import VisionLanguageConfig, part_names
 from omnijax.errors import UserError
 from omnijax.hf_layout import Names, within
 from omnijax.nn.remat import Remat
+from omnijax.units import UnitShape
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class ThinkerConfig(VisionLanguageConfig):
     def timing(self) -> Timing:
         """How clips and their sound are placed in time."""
         return Timing(self.position_id_per_seconds)
+
+    @property
+    def units(self) -> dict[str, UnitShape]:
+        return {"image": self.vision_config.unit, "audio": self.audio_config.unit}
 
     def placeholders(self) -> dict[int, int]:
         """The token that stands for each kind of medium."""

@@ -1,7 +1,6 @@
 """What the vision-language families of Qwen share: their configs, and Hugging Face's names of both parts."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,10 +10,10 @@ from flax import nnx
 from models.omni import OmniModel
 from models.vision.hf_inputs import MEDIA_INPUTS, read_media
 from models.vision.patches import Grid
-from omnijax.data.omni_packing import UnitShape
 from omnijax.errors import UserError
 from omnijax.hf_layout import Names, within
 from omnijax.nn.remat import Remat
+from omnijax.units import UnitShape
 
 IMAGE = "image"
 """The modality of pictures and clips alike, as one tower reads both."""
@@ -106,9 +105,7 @@ class VisionLanguageConfig:
     @property
     def units(self) -> dict[str, UnitShape]:
         """The units that it reads, by modality."""
-        vision = self.vision_config
-        size = math.prod(vision.patch_shape)
-        return {IMAGE: UnitShape((size,), (3,), multiple=vision.spatial_merge_size**2)}
+        return {IMAGE: self.vision_config.unit}
 
     @property
     def vocab_size(self) -> int:

@@ -5,6 +5,7 @@ python -m omnijax.convert export FOLDER HF_FOLDER [--like ORIGINAL] [--dtype bfl
 """
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from omnijax import checkpoint, commands, hf, parameters
+from omnijax.data.tokenizer import Tokenizer, TokenizerFile
 from omnijax.errors import UserError
 from omnijax.generate import load_run
 
@@ -35,7 +37,10 @@ def main() -> None:
     if arguments.command == "import":
         import_weights(arguments.source, arguments.target)
     else:
-        export_weights(load_weights(Path(arguments.source)), arguments.target, arguments.like, arguments.dtype)
+        model, tokenizer = load_weights(Path(arguments.source))
+        export_weights(model, arguments.target, arguments.like, arguments.dtype)
+        if isinstance(tokenizer, TokenizerFile) and tokenizer.extra:  # what a folder it is like has lacks them
+            (Path(arguments.target) / "tokenizer.json").write_text(json.dumps(tokenizer.file, ensure_ascii=False))
     print(f"written: {arguments.target}")
 
 
@@ -69,8 +74,8 @@ def export_weights(model: Any, target: str, like: str | None, dtype: str) -> Non
         save_file(rest, Path(target) / "projectors.safetensors")
 
 
-def load_weights(folder: Path) -> Any:
-    """The model of a run's newest checkpoint, or of imported weights, on one device."""
+def load_weights(folder: Path) -> tuple[Any, Tokenizer | None]:
+    """The model of a run's newest checkpoint, on one device, and its tokenizer; imported weights have none."""
     from models.families import family_named
 
     if not (folder / "checkpoints").is_dir():
@@ -79,12 +84,12 @@ def load_weights(folder: Path) -> Any:
     stored = checkpoint.saved_model(manager)
     if stored is None:
         checkpoint.close(manager)
-        return load_run(folder)[0]
+        return load_run(folder)[:2]
     abstract = parameters.abstract_model(family_named(stored["model_type"], str(folder)).Config.from_hf(stored))
     shapes = parameters.shapes(abstract)
     params = checkpoint.restore_params(manager, shapes, dict.fromkeys(shapes, parameters.first_device()))
     checkpoint.close(manager)
-    return parameters.merge(nnx.graphdef(abstract), params)
+    return parameters.merge(nnx.graphdef(abstract), params), None
 
 
 if __name__ == "__main__":

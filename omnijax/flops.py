@@ -18,9 +18,9 @@ import numpy as np
 from jaxtyping import Int
 
 from omnijax.batch import Media
-from omnijax.data.omni_packing import UnitShape
 from omnijax.parameters import Description, describe, merge, split
 from omnijax.sharding import without_rules
+from omnijax.units import UnitShape
 
 # Dense bf16 peak of one device in FLOP/s, by a word of jax's device_kind; NVIDIA data sheets, without sparsity.
 # The first word that fits counts, so the cards that run slower than their namesakes come first.

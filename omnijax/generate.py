@@ -3,6 +3,7 @@
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 from flax import nnx
@@ -41,7 +42,7 @@ def main() -> None:
     print(arguments.prompt + tokenizer.decode(ids))
 
 
-def load_run(folder: Path) -> tuple[object, Tokenizer, config.Train]:
+def load_run(folder: Path) -> tuple[Any, Tokenizer, config.Train]:
     """Model (on one device), tokenizer and settings of the newest checkpoint of a run."""
     manager = checkpoint.open_checkpoints(folder / "checkpoints", read_only=True)
     settings = config.config_of_run(checkpoint.saved_config(manager), checkpoint.started_in(manager))

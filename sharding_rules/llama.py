@@ -1,5 +1,3 @@
 """Llama: the same axes as Qwen3, in the same places."""
 
-from sharding_rules.qwen3 import table
-
-__all__ = ["table"]
+from sharding_rules.qwen3 import table as table

@@ -11,10 +11,11 @@ import numpy as np
 
 from omnijax.data.budgets import Budgets
 from omnijax.data.mixture import Deal
-from omnijax.data.omni_packing import FirstFit, Item, MediaItem, UnitShape
+from omnijax.data.omni_packing import FirstFit, Item, MediaItem
 from omnijax.data.packing import ConcatenateAndSplit, Packer
 from omnijax.data.shards import Pipeline
 from omnijax.errors import BadRow
+from omnijax.units import UnitShape
 
 DEADLY = 10_000
 

@@ -13,17 +13,10 @@ from hypothesis import strategies as st
 
 from omnijax.batch import Batch, Media
 from omnijax.data.budgets import Budgets, choose, propose_budgets
-from omnijax.data.omni_packing import (
-    FirstFit,
-    Item,
-    MediaItem,
-    UnitShape,
-    batch_fields,
-    first_messages,
-    measure,
-)
+from omnijax.data.omni_packing import FirstFit, Item, MediaItem, batch_fields, first_messages, measure
 from omnijax.data.packing import stack_rows
 from omnijax.errors import BadRow, UserError
+from omnijax.units import UnitShape
 
 # An image's unit is a patch of 5 numbers, two of which become one feature; a sound's is one number, three features.
 UNITS_A_FEATURE = {"image": 2, "sound": 1}

@@ -463,8 +463,8 @@ def test_inspect_refuses_in_one_line() -> None:
 
 # The tree
 
-FLOOR_0 = ("sharding.py", "batch.py", "objectives.py", "errors.py", "nn/*.py")
-FLOOR_0_MODULES = ("omnijax.sharding", "omnijax.batch", "omnijax.objectives", "omnijax.errors", "omnijax.nn")
+FLOOR_0 = ("sharding.py", "batch.py", "objectives.py", "errors.py", "units.py", "nn/*.py")
+FLOOR_0_MODULES = tuple(f"omnijax.{name}" for name in ("sharding", "batch", "objectives", "errors", "units", "nn"))
 PARAMETERS = ("omnijax.parameters", "omnijax.hf_layout")
 OURS = ("omnijax", "models", "sharding_rules")
 COMMANDS = {f"omnijax/{name}.py" for name in ("train", "inspect", "generate", "convert", "commands")}

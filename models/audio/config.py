@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from models import hf_config
 from omnijax.errors import UserError
+from omnijax.units import UnitShape
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,12 @@ class AudioConfig:
     def out_width(self) -> int:
         """Width of the tower's tokens."""
         return getattr(self, "output_dim", self.d_model)
+
+    @property
+    def unit(self) -> UnitShape:
+        """A chunk of frames."""
+        values: Any = self
+        return UnitShape((self.num_mel_bins, values.unit_frames))
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any], name: str = "config.json") -> Any:

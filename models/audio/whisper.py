@@ -21,6 +21,7 @@ from models.audio.layers import (
     unit_axes,
     unit_spans,
 )
+from models.audio.mel import whisper_tokens
 from omnijax.batch import Media
 from omnijax.errors import UserError
 from omnijax.hf_layout import Names
@@ -68,6 +69,20 @@ class WhisperConfig(AudioConfig):
         "use_weighted_layer_sum",
         "vocab_size",
     }
+
+    @property
+    def unit_frames(self) -> int:
+        """Frames of a window."""
+        return 2 * self.max_source_positions
+
+    @property
+    def unit_tokens(self) -> int:
+        """Features of a window."""
+        return self.max_source_positions
+
+    def tokens(self, frames: int) -> int:
+        """Features of a clip, without those of the silence behind it."""
+        return whisper_tokens(frames)
 
     def build(self, **options: Any) -> "WhisperEncoder":
         """The tower with fresh float32 parameters."""

@@ -1,11 +1,13 @@
 """The configs of vision towers: how they are read from a `config.json`, and what those of Qwen share."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from omnijax.errors import UserError
+from omnijax.units import UnitShape
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,12 @@ class TowerConfig:
         """Width of the tower's tokens."""
         values: Any = self
         return getattr(values, "out_hidden_size", None) or values.hidden_size
+
+    @property
+    def unit(self) -> UnitShape:
+        """A patch."""
+        values: Any = self
+        return UnitShape((math.prod(values.patch_shape),), (3,), multiple=getattr(values, "spatial_merge_size", 1) ** 2)
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any], name: str = "config.json") -> Any:

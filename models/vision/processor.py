@@ -13,13 +13,14 @@ from models.vision.resizing import Picture, Size, fit, resized
 from omnijax.data.chat import MediaTokens
 from omnijax.data.media.image import ImageLimits, load_image
 from omnijax.data.media.video import Video, VideoLimits, load_video
-from omnijax.data.omni_packing import MediaItem, UnitShape
+from omnijax.data.omni_packing import MediaItem
 from omnijax.data.processing import Medium, unread, unwritten
 from omnijax.data.sample import Part, RowId
 from omnijax.data.spelling import Before, Spelling, spelling
 from omnijax.data.tokenizer import Tokenizer
 from omnijax.errors import BadRow, UserError
 from omnijax.fields import ranged
+from omnijax.units import UnitShape
 
 CHANNELS = 3
 TOKENS = {

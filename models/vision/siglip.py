@@ -99,6 +99,11 @@ class SigLIPVisionConfig(TowerConfig):
         return SigLIPVision(self, **options)
 
     @property
+    def patch_shape(self) -> tuple[int, int, int]:
+        """(channels, height, width) of one patch."""
+        return self.num_channels, self.patch_size, self.patch_size
+
+    @property
     def side(self) -> int:
         """Patches along a side of a picture of `image_size`."""
         return self.image_size // self.patch_size
@@ -160,8 +165,7 @@ class SigLIPVision(nnx.Module):
             )
 
         self.config = c
-        shape = (c.num_channels, c.patch_size, c.patch_size)
-        self.patch_embedding = PatchEmbedding(shape, width, std=std, rngs=rngs, bias=True)
+        self.patch_embedding = PatchEmbedding(c.patch_shape, width, std=std, rngs=rngs, bias=True)
         self.position_embedding = PositionTable(c.side, width, cubic_taps, std=std, rngs=rngs)
         self.stacks = nnx.List([TowerStack(block, [0] * c.num_hidden_layers, remat=remat, rngs=rngs)])
         self.post_layernorm = norm(rngs)

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Int32, Shaped
 from omnijax.data.budgets import Budgets, Piece, Size, plan_row
 from omnijax.data.packing import Row, empty_row
 from omnijax.errors import BadRow, UserError
+from omnijax.units import UnitShape
 
 logger = logging.getLogger(__name__)
 
@@ -93,19 +94,6 @@ def first_messages(item: Item, end: int) -> Item | None:
         media=media,
         ends=tuple(each for each in item.ends if each <= end),
     )
-
-
-@dataclass(frozen=True)
-class UnitShape:
-    """Of one unit: the shape of its features and of its position, and the type of the features.
-
-    multiple: how many units at a time become whole encoded features; a budget is a multiple of it
-    """
-
-    features: tuple[int, ...]
-    position: tuple[int, ...] = ()
-    dtype: str = "float32"
-    multiple: int = 1
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from omnijax.data.documents import Table, concatenate
 from omnijax.data.evaluation import Evaluation, evaluation_rows
 from omnijax.data.items import DocumentItems, Items, TextItems
 from omnijax.data.mixture import deal_members, members_of
-from omnijax.data.omni_packing import FirstFit, Item, UnitShape
+from omnijax.data.omni_packing import FirstFit, Item
 from omnijax.data.packing import ConcatenateAndSplit, Packer, stack_rows
 from omnijax.data.shards import Pipeline
 from omnijax.errors import BadRow, UserError
+from omnijax.units import UnitShape
 
 if TYPE_CHECKING:
     from omnijax import config

@@ -13,11 +13,12 @@ import numpy as np
 from jaxtyping import Int32
 
 from omnijax.data.chat import MediaTokens, Rendered, render
-from omnijax.data.omni_packing import OF_UNITS, Item, MediaItem, UnitShape
+from omnijax.data.omni_packing import OF_UNITS, Item, MediaItem
 from omnijax.data.sample import Part, RowId, Sample
 from omnijax.data.templates import Template
 from omnijax.data.tokenizer import Tokenizer
 from omnijax.errors import BadRow
+from omnijax.units import UnitShape
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -73,7 +72,7 @@ class Spelling:
 
 
 def spelling(tokenizer: Tokenizer) -> Spelling:
-    """The spelling of a tokenizer; one that is no `TokenizerFile` has no named tokens, and encodes as it does."""
+    """The spelling of a tokenizer; one that is no `TokenizerFile` encodes every text as it does."""
     return _spelling(tokenizer, tokenizer.fingerprint)
 
 
@@ -89,12 +88,16 @@ def _spelling(tokenizer: Tokenizer, fingerprint: str) -> Spelling:
         def encode(text: str) -> list[int]:
             return tokenizer.encode(text).tolist()
 
-        return Spelling({}, tokenizer.eos_id, any_of(()), any_of(()), dict.fromkeys(Before, encode))
+        named = tokenizer.named_tokens
+        own = any_of(name for name in OWN_WORDS if name in named)
+        return Spelling(named, tokenizer.eos_id, any_of(named), own, dict.fromkeys(Before, encode))
     eos_id = tokenizer.eos_id  # first: it is what refuses a file that cannot be read
-    file = json.loads(Path(tokenizer.path).expanduser().read_text("utf-8"))
-    added = [token for token in file.get("added_tokens") or () if not token["content"].isspace()]
-    for token in added:
-        token["special"] = True  # in the copy opened below: what `encode_special_tokens` takes for letters
+    file = tokenizer.file
+    # What is special, `encode_special_tokens` takes for letters in the copies that are opened below.
+    every = list(file.get("added_tokens") or ())
+    every = [token if token["content"].isspace() else token | {"special": True} for token in every]
+    file = file | {"added_tokens": every}
+    added = [token for token in every if not token["content"].isspace()]
     tokens = {token["content"]: int(token["id"]) for token in added}
     whole = _plain(file)
     bare = file | {part: _without_prefix(file.get(part)) for part in ("normalizer", "pre_tokenizer")}

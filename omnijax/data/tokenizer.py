@@ -1,18 +1,24 @@
 """Tokenizers: text to ids and back. Both are config dataclasses; neither adds special tokens."""
 
 import hashlib
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 from jaxtyping import Int, Int32
 
 from omnijax.errors import UserError
+
+RESERVED = re.compile(r"[<\[]\|?(reserved(_special_token)?|unused|extra|placeholder)_?\d+\|?[>\]]")
+"""Tokens that a file holds in reserve."""
 
 Ids = Sequence[int] | Int[np.ndarray, "tokens"]
 
@@ -35,6 +41,11 @@ class Tokenizer(ABC):
     def fingerprint(self) -> str:
         """Differs between tokenizers that may give different ids."""
 
+    @property
+    def named_tokens(self) -> dict[str, int]:
+        """Tokens that have a name, as those that stand for media do; none but where a tokenizer says so."""
+        return {}
+
     @abstractmethod
     def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
         """The ids of `text`, with no special tokens added."""
@@ -50,7 +61,15 @@ class Tokenizer(ABC):
 
 @dataclass(frozen=True)
 class Bytes(Tokenizer):
-    """UTF-8 bytes are the ids 0..255; 256 ends a document."""
+    """UTF-8 bytes are the ids 0..255; 256 ends a document; then come those of `extra`, named tokens of your own.
+
+    No text has such a token, whatever it spells: templates and processors write them.
+    """
+
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_extra("Bytes", self.extra)
 
     @property
     def eos_id(self) -> int:
@@ -58,17 +77,21 @@ class Bytes(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        return 257
+        return 257 + len(self.extra)
 
     @property
     def fingerprint(self) -> str:
-        return "bytes"
+        return " ".join(("bytes", *map(repr, self.extra)))
+
+    @property
+    def named_tokens(self) -> dict[str, int]:
+        return {name: 257 + number for number, name in enumerate(self.extra)}
 
     def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
         return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
 
     def decode(self, ids: Ids) -> str:
-        return bytes(int(token) for token in ids if token != self.eos_id).decode(errors="replace")
+        return bytes(int(token) for token in ids if token < self.eos_id).decode(errors="replace")
 
     def predicted_bytes(self, text: str) -> int:
         return max(len(_utf8(text)) - 1, 0)
@@ -79,12 +102,18 @@ class TokenizerFile(Tokenizer):
     """A Hugging Face `tokenizer.json`, read at first use; `eos` is the token that ends a document.
 
     Special tokens spelled out in a text are recognised and none is decoded, as in Hugging Face. Truncation and padding
-    that the file asks for are switched off. Raises `UserError` at first use where the file cannot be read or has no
-    token `eos`, and for a text that its model cannot encode.
+    that the file asks for are switched off. `extra` are special tokens of your own: each takes the name of one that the
+    file holds in reserve, such as "<|reserved_special_token_0|>", and where there is none left, an id of its own behind
+    all others. Raises `UserError` at first use where the file cannot be read or has no token `eos`, and for a text that
+    its model cannot encode.
     """
 
     path: str
     eos: str
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_extra("TokenizerFile", self.extra)
 
     @cached_property
     def eos_id(self) -> int:
@@ -103,7 +132,17 @@ class TokenizerFile(Tokenizer):
 
     @cached_property
     def fingerprint(self) -> str:
-        return f"sha256 {hashlib.sha256(self._content).hexdigest()[:16]} eos {self.eos_id}"
+        own = "".join(f" {name!r}" for name in self.extra)
+        return f"sha256 {hashlib.sha256(self._content).hexdigest()[:16]} eos {self.eos_id}{own}"
+
+    @cached_property
+    def file(self) -> dict[str, Any]:
+        """What is in the `tokenizer.json`, with the `extra` tokens."""
+        try:
+            file = json.loads(self._content)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"TokenizerFile.path {self.path!r} is no tokenizer.json ({error}): give one") from error
+        return with_tokens(file, self.extra, f"TokenizerFile.extra of {self.path!r}") if self.extra else file
 
     def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
         return np.array(self._encoding(text).ids, np.int32)
@@ -129,7 +168,10 @@ class TokenizerFile(Tokenizer):
     @cached_property
     def _tokenizer(self) -> tokenizers.Tokenizer:
         try:
-            tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
+            content = json.dumps(self.file).encode() if self.extra else self._content
+            tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except UserError:
+            raise
         except Exception as error:  # the library raises bare Exception
             reason = " ".join(str(error).split())
             raise UserError(f"TokenizerFile.path {self.path!r} is no tokenizer.json ({reason}): give one") from error
@@ -149,6 +191,38 @@ class TokenizerFile(Tokenizer):
         except OSError as error:
             reason = error.strerror or type(error).__name__
             raise UserError(f"TokenizerFile.path {self.path!r} cannot be read ({reason}): give one that can") from error
+
+
+def with_tokens(file: dict[str, Any], names: Sequence[str], what: str) -> dict[str, Any]:
+    """A `tokenizer.json` with these special tokens: under reserved ids first, else behind all others.
+
+    Raises `UserError` for a token that it has already.
+    """
+    added = [dict(token) for token in file.get("added_tokens") or ()]
+    vocabulary = file.get("model", {}).get("vocab")
+    model = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    ids = {**model, **{token["content"]: int(token["id"]) for token in added}}
+    spare = sorted((token for token in added if RESERVED.fullmatch(token["content"])), key=lambda token: token["id"])
+    following = max((*ids.values(), len(vocabulary or ()) - 1)) + 1
+    for name in names:
+        if name in ids:
+            raise UserError(f"{what}: {name!r} is a token already: leave it out")
+        if spare:
+            token = spare.pop(0)
+            if token["content"] in model:
+                model[name] = model.pop(token["content"])
+            token |= {"content": name, "special": True}
+        else:
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            added.append({"id": following, "content": name, "special": True, **flags})
+            following += 1
+    whole = file | {"added_tokens": sorted(added, key=lambda token: token["id"])}
+    return whole if not isinstance(vocabulary, dict) else whole | {"model": file["model"] | {"vocab": model}}
+
+
+def _check_extra(tokenizer: str, extra: tuple[str, ...]) -> None:
+    if len(set(extra)) < len(extra) or any(not name.strip() for name in extra):
+        raise UserError(f"{tokenizer}.extra = {extra!r} must be names, each once")
 
 
 def _utf8(text: str) -> bytes:
