@@ -1,3 +1,5 @@
 """Llama: the same axes as Qwen3, in the same places."""
 
-from sharding_rules.qwen3 import table as table
+from sharding_rules.qwen3 import table
+
+__all__ = ["table"]
