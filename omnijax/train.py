@@ -20,7 +20,7 @@ from omnijax.data import documents
 from omnijax.data.evaluation import Evaluation
 from omnijax.data.mixture import open_members, source_names
 from omnijax.data.omni_packing import imbalance
-from omnijax.data.pipeline import heldout_rows, make_pipeline
+from omnijax.data.pipeline import check_units, heldout_rows, make_pipeline
 from omnijax.data.stream import ExactStream, with_last
 from omnijax.errors import UserError
 from omnijax.lock import only_run
@@ -86,6 +86,7 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
         graphdef, params = parameters.split(model)
         say(report.sharding_text(parameters.placements(model, mesh, settings.rules), mesh))
         sharding.activation_spec((data.rows, data.length), "batch", "length")  # refuses here, not at the first step
+        check_units(data, sharding.split_count("length"))
         data_parts = sharding.split_count("batch", data.rows)
         optimizer = make_optimizer(settings.optimizer, run.steps, params)
         shardings = state_shardings(model, optimizer, mesh, settings.rules)

@@ -15,7 +15,7 @@ from omnijax import config, ginfile, inspect
 from omnijax.data.mixture import open_members
 from omnijax.data.omni_packing import imbalance
 from omnijax.data.packing import Rows
-from omnijax.data.pipeline import heldout_rows, make_pipeline
+from omnijax.data.pipeline import check_units, heldout_rows, make_pipeline
 from omnijax.data.stream import ExactStream
 from omnijax.errors import BadRow
 from tests import runs
@@ -276,6 +276,8 @@ def test_mistakes_are_one_line(folder: Path) -> None:
     assert "Data.units has 'sound', and no Chat.processor makes such units (image)" in packer(
         "Data.units={'image': 128, 'sound': 4}"
     )
+    split = refusal(check_units, load("Data.units={'image': 108}").data, 2)
+    assert "splits into 2 parts, and 4 at a time make a feature: give a multiple of 8, such as 112" in split
     assert "must be at least 1" in packer("Data.units={'image': 0}")
     assert "Chat.processor = " in packer("Chat.processor=@processor.Qwen2VLProcessor", "Qwen2VLProcessor.patch_size=2")
     assert "makes image units" in packer("Qwen2VLProcessor.patch_size=4")

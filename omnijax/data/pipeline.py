@@ -56,7 +56,7 @@ def make_packer(data: "config.Data") -> Packer:
         if data.units.get(name, 0) % shape.multiple:
             raise UserError(
                 f"Data.units has {data.units[name]} for {name!r}, and {shape.multiple} at a time make a feature: "
-                f"give a multiple of {shape.multiple}, such as {-data.units[name] // shape.multiple * -shape.multiple}"
+                f"give a multiple of {shape.multiple}, such as {-(-data.units[name] // shape.multiple) * shape.multiple}"
             )
     if missing := missing_units(data):
         raise UserError(
@@ -80,6 +80,17 @@ def unit_shapes(data: "config.Data") -> dict[str, UnitShape]:
                     f"Chat.processor: two of them make {name} units, {shapes[name]} and {shape}: make them the same"
                 )
     return dict(sorted(shapes.items()))
+
+
+def check_units(data: "config.Data", parts: int) -> None:
+    """Raises `UserError` where the units of a row, split into so many parts, would not be whole features in each."""
+    for name, shape in unit_shapes(data).items():
+        whole, units = shape.multiple * parts, data.units[name]
+        if shape.multiple > 1 and units % whole:
+            raise UserError(
+                f"Data.units has {units} for {name!r}, which the mesh splits into {parts} parts, and {shape.multiple} "
+                f"at a time make a feature: give a multiple of {whole}, such as {-(-units // whole) * whole}"
+            )
 
 
 def missing_units(data: "config.Data") -> list[str]:
