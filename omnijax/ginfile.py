@@ -128,7 +128,7 @@ def key_of(binding: Binding, names: Names) -> Key:
     selector, _, name = dotted.rpartition(".")
     if not selector:
         return "", None, binding.name
-    target = find(names, selector, binding.where)
+    target = find(names, selector, binding.where, field=name)
     fields = fields_of(target)
     if name not in fields:
         nearest = [f"{selector}.{field}" for field in near(name, fields)] + fields_named(names, name)

@@ -83,9 +83,11 @@ def named(names: Names, name: str) -> list[Any]:
     return [names[name]] if name in names else list(ending.values())
 
 
-def find(names: Names, name: str, where: str) -> Any:
-    """The dataclass or function of a name, of which an ending is enough if no other has it."""
+def find(names: Names, name: str, where: str, field: str = "") -> Any:
+    """The dataclass or function of a name, of which an ending is enough if no other, or none with `field`, has it."""
     found = named(names, name)
+    if len(found) > 1 and field:
+        found = [thing for thing in found if is_frozen(thing) and field in fields_of(thing)] or found
     if len(found) > 1:
         raise UserError(f"{where}: {name} is ambiguous: write {' or '.join(sorted(map(full_name, found)))}")
     if not found:

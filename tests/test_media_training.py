@@ -316,6 +316,11 @@ def test_inspect_proposes_units_and_shows_them(
     assert re.search(r"media slots: \d+ of image", after)
 
 
+def test_a_section_is_known_by_its_field() -> None:
+    """Modules of the config import other classes of this name."""
+    assert load("Sample.prompt='What'").sample.prompt == "What"
+
+
 def test_imbalance_by_hand() -> None:
     segments = np.array([[1, 1, 2, 0], [1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], np.int32)
     arrays = {"segment_ids": segments, "media.image.unit_segments": np.zeros((4, 2), np.int32)}

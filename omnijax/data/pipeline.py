@@ -53,10 +53,11 @@ def make_packer(data: "config.Data") -> Packer:
             f"({', '.join(shapes) or 'there is none'}): leave it out, or give the processor"
         )
     for name, shape in shapes.items():
-        if data.units.get(name, 0) % shape.multiple:
+        units, whole = data.units.get(name, 0), shape.multiple
+        if units % whole:
             raise UserError(
-                f"Data.units has {data.units[name]} for {name!r}, and {shape.multiple} at a time make a feature: "
-                f"give a multiple of {shape.multiple}, such as {-(-data.units[name] // shape.multiple) * shape.multiple}"
+                f"Data.units has {units} for {name!r}, and {whole} at a time make a feature: give a multiple of "
+                f"{whole}, such as {-(-units // whole) * whole}"
             )
     if missing := missing_units(data):
         raise UserError(
