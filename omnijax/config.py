@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -112,6 +113,27 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
+class Tune:
+    """Which parameters are trained, by patterns as `omnijax.patterns` explains them; all are, if nothing is said.
+
+    freeze: what stays as it is
+    train:  what is trained although `freeze` names it
+    rates:  pattern -> factor of the learning rate; the last pattern that names a parameter counts
+    """
+
+    freeze: tuple[str, ...] = ()
+    train: tuple[str, ...] = ()
+    rates: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.train and not self.freeze:
+            raise UserError(f"Tune.train = {self.train} says what is trained of what is frozen; set Tune.freeze too")
+        for pattern, factor in self.rates.items():
+            if not 0 < factor < math.inf:
+                raise UserError(f"Tune.rates: {pattern!r}: {factor} must be a positive number; for 0 use Tune.freeze")
+
+
+@dataclass(frozen=True)
 class Compute:
     """How a step is computed; nothing here changes what is computed beyond rounding.
 
@@ -176,6 +198,7 @@ class Train:
     mesh: Mesh = field(default_factory=Mesh)
     loss: TextLoss = field(default_factory=TextLoss)
     router: RouterLoss | None = None
+    tune: Tune = field(default_factory=Tune)
     compute: Compute = field(default_factory=Compute)
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

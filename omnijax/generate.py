@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from omnijax import checkpoint, commands, config, parameters
+from omnijax import checkpoint, commands, config, parameters, tune
 from omnijax.data.tokenizer import Tokenizer
 from omnijax.errors import UserError
 from omnijax.mesh import make_mesh
@@ -47,7 +47,7 @@ def load_run(folder: Path) -> tuple[Any, Tokenizer, config.Train]:
     manager = checkpoint.open_checkpoints(folder / "checkpoints", read_only=True)
     settings = config.config_of_run(checkpoint.saved_config(manager), checkpoint.started_in(manager))
     mesh = make_mesh(data=1, devices=jax.devices()[:1])
-    abstract = parameters.abstract_model(settings.model, **settings.model_options())
+    abstract = tune.abstract_model(settings)
     params = checkpoint.restore_params(
         manager, parameters.shapes(abstract), parameters.shardings(abstract, mesh, settings.rules)
     )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from omnijax import commands, config, inspect_data, parameters, report, sharding
+from omnijax import commands, config, inspect_data, parameters, report, sharding, tune
 from omnijax.batch import Batch
 from omnijax.mesh import mesh_shape
 from omnijax.sharding import MESH_AXES, Placement
@@ -30,8 +30,9 @@ def main() -> None:
 def inspect(settings: config.Train) -> str:
     """A table of every parameter (axes, shape, spec, bytes per device) and of every activation that is laid out."""
     mesh = abstract_mesh(settings.mesh)
-    model = parameters.abstract_model(settings.model, **settings.model_options())
+    model = tune.abstract_model(settings)
     placed = parameters.placements(model, mesh, settings.rules)
+    trained = parameters.trained(model, placed)
     rows: list[tuple[str, ...]] = [
         (
             path,
@@ -42,7 +43,8 @@ def inspect(settings: config.Train) -> str:
         )
         for path, each in placed.items()
     ]
-    lines = [f"mesh: {mesh.size} devices, {report.axes_text(mesh)}", report.sharding_text(placed, mesh), ""]
+    lines = [f"mesh: {mesh.size} devices, {report.axes_text(mesh)}", report.sharding_text(placed, mesh, trained)]
+    lines += [*(report.trained_text(model).splitlines() if len(trained) < len(placed) else ()), ""]
     lines += _table(("parameter", "axes", "spec", "bytes a device", "alternative taken"), rows)
     seen = {(each.names, each.shape): each for each in activations(settings, model, mesh)}
     rows = [

@@ -1,6 +1,7 @@
 """The optimizer: AdamW with a decay mask, global-norm clipping and the usual learning-rate schedules."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import optax
 
@@ -39,8 +40,14 @@ def decayed(paths: Iterable[str], config: Optimizer) -> dict[str, bool]:
     return {path: path.endswith(decays) for path in paths}
 
 
-def make_optimizer(config: Optimizer, steps: int, paths: Iterable[str]) -> optax.GradientTransformation:
-    """Clip by the global norm, then AdamW (Loshchilov & Hutter 2019) with decay times the learning rate."""
+def make_optimizer(
+    config: Optimizer, steps: int, paths: Iterable[str], rates: Mapping[str, float] | None = None
+) -> optax.GradientTransformation:
+    """Clip by the global norm, then AdamW (Loshchilov & Hutter 2019) with decay times the learning rate.
+
+    `paths` are those of all that is trained; `rates` has factors of the learning rate of some, decay included.
+    """
+    paths = list(paths)
     adamw = optax.adamw(
         learning_rate(config, steps),
         b1=config.b1,
@@ -51,4 +58,14 @@ def make_optimizer(config: Optimizer, steps: int, paths: Iterable[str]) -> optax
     )
     # Without clipping the state has the same tree, so that a run can go on with another clip_norm.
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
-    return optax.chain(clip, adamw)
+    return scaled(optax.chain(clip, adamw), rates or {})
+
+
+def scaled(transformation: optax.GradientTransformation, factors: Mapping[str, float]) -> optax.GradientTransformation:
+    """The same transformation, and state, with the updates of some paths times a factor."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = transformation.update(updates, state, params)
+        return {path: x * factors[path] if path in factors else x for path, x in updates.items()}, state
+
+    return optax.GradientTransformation(transformation.init, update)

@@ -4,7 +4,7 @@ Training, checkpoints and Hugging Face names all speak of these paths, e.g. `sta
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ class Description:
     inputs:  how many axes a kernel contracts
     rows:    real rows of a table that is filled up
     precise: whether a forward pass needs it in float32
+    frozen:  whether it is not trained
     """
 
     axes: tuple[str | None, ...]
@@ -37,6 +38,7 @@ class Description:
     inputs: int | None = None
     rows: int | None = None
     precise: bool | None = None
+    frozen: bool | None = None
 
 
 def split(model: nnx.Module) -> tuple[nnx.GraphDef, Parameters]:
@@ -63,7 +65,7 @@ def describe(model: nnx.Module) -> dict[str, Description]:
         path: Description(
             variable.axes,
             variable.shape,
-            *(variable.get_metadata().get(name) for name in ("inputs", "rows", "precise")),
+            *(variable.get_metadata().get(name) for name in ("inputs", "rows", "precise", "frozen")),
         )
         for path, variable in _variables(nnx.state(model))
     }
@@ -88,6 +90,18 @@ def layers_of(path: str, described: Mapping[str, Description]) -> range:
 def shapes(model: nnx.Module) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter."""
     return {path: each.shape for path, each in describe(model).items()}
+
+
+def freeze(model: nnx.Module, paths: Collection[str]) -> None:
+    """Mark the parameters with these paths as not trained, in `model` itself, which may be abstract."""
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Variable) and ".".join(map(str, path)) in paths:
+            node.set_metadata(frozen=True)
+
+
+def trained(model: nnx.Module, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `params`, by path, those that are trained."""
+    return {path: params[path] for path, each in describe(model).items() if not each.frozen}
 
 
 def placements(model: nnx.Module, mesh: Mesh | AbstractMesh, rules: Rules) -> dict[str, Placement]:

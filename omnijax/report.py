@@ -1,10 +1,11 @@
 """What a run says of itself before it starts."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from omnijax.config import Compute, Optimizer
@@ -14,6 +15,8 @@ from omnijax.data.ngram import ngram_bits
 from omnijax.data.packing import make_document
 from omnijax.data.tokenizer import Tokenizer
 from omnijax.nn.gpu import MAX_DOCUMENTS
+from omnijax.parameters import describe
+from omnijax.patterns import part_of
 from omnijax.sharding import Placement
 
 BYTES = 4  # of a float32 parameter
@@ -36,16 +39,36 @@ def bytes_per_device(placement: Placement, mesh: Mesh | AbstractMesh) -> int:
     return math.prod(placement.shape) * BYTES // math.prod(mesh.shape[axis] for axis in axes)
 
 
-def sharding_text(placements: Mapping[str, Placement], mesh: Mesh | AbstractMesh) -> str:
-    """Parameters in all, bytes per device, and every alternative a table line had to take."""
+def sharding_text(
+    placements: Mapping[str, Placement], mesh: Mesh | AbstractMesh, trained: Collection[str] | None = None
+) -> str:
+    """Parameters in all, bytes per device, and every alternative a table line had to take.
+
+    `trained` are the paths of those that the optimizer has moments of, if not of all.
+    """
     count = sum(math.prod(each.shape) for each in placements.values())
     held = sum(bytes_per_device(each, mesh) for each in placements.values())
+    moments = sum(bytes_per_device(each, mesh) for path, each in placements.items() if trained and path in trained)
     share = held / (count * BYTES)
+    more = f"{moments / 2**20:,.2f} MiB more" if trained and len(trained) < len(placements) else "as much again"
     lines = [
         f"parameters: {count:,}; {held / 2**20:,.2f} MiB of float32 a device ({share:.1%} of all), "
-        f"as much again for each of the optimizer's two moments"
+        f"{more} for each of the optimizer's two moments"
     ]
     return "\n".join(lines + alternatives(placements.items()))
+
+
+def trained_text(model: nnx.Module) -> str:
+    """How many parameters of each part of a model are trained and frozen."""
+    counts: dict[str, list[int]] = {}
+    for path, each in describe(model).items():
+        counts.setdefault(part_of(path), [0, 0])[bool(each.frozen)] += math.prod(each.shape)
+    rows = [("part", "trained", "frozen"), *((part, *(f"{n:,}" for n in pair)) for part, pair in counts.items())]
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "\n".join(
+        f"  {part:<{first}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, others, strict=True))
+        for part, *cells in rows
+    )
 
 
 def alternatives(placements: Iterable[tuple[str, Placement]]) -> list[str]:

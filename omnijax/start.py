@@ -8,14 +8,22 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from omnijax import checkpoint, hf, hf_files, parameters
-from omnijax.config import config_of_run
+from omnijax.config import Train, config_of_run
 from omnijax.errors import UserError
 from omnijax.parameters import Parameters
 from omnijax.sharding import Rules
+from omnijax.tune import tuned
+
+
+def first_model(settings: Train, mesh: Mesh) -> Any:
+    """The float32 model a run begins with, every parameter where it lives, and marked where it is frozen."""
+    run, options = settings.run, settings.model_options()
+    model = starting_model(settings.model, mesh, settings.rules, start=run.start, seed=run.seed, **options)
+    return tuned(model, settings.tune)
 
 
 def starting_model(config: Any, mesh: Mesh, rules: Rules, *, start: str | None, seed: int, **options: Any) -> Any:
-    """The float32 model a run begins with, every parameter where it lives.
+    """The float32 model of a config with the weights it begins with, every parameter where it lives.
 
     `start` is None (fresh parameters from `seed`), a Hugging Face folder, or the folder of a run or of imported
     weights, whose newest checkpoint is read. Raises `UserError` where it holds another model than `config`.

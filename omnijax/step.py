@@ -25,7 +25,7 @@ from omnijax.sharding import Rules, constrain, first_axes, place, split_count
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """All that a step changes. Parameters are float32, as are the optimizer's moments."""
+    """All that a step changes. Parameters are float32, as are the optimizer's moments, which the trained ones have."""
 
     step: Int32[Array, ""]
     params: Parameters
@@ -36,14 +36,17 @@ def init_state(model: nnx.Module, optimizer: optax.GradientTransformation, mesh:
     """A fresh state around the parameters of `model`, which the first `train_step` consumes."""
     _, params = parameters.split(model)
     shardings = state_shardings(model, optimizer, mesh, rules)
-    opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(parameters.trained(model, params))
     return TrainState(jax.device_put(jnp.zeros((), jnp.int32), shardings.step), params, opt_state)
 
 
 def abstract_state(model: nnx.Module, optimizer: optax.GradientTransformation) -> TrainState:
     """Shapes and dtypes of the state of a model, which may be abstract."""
-    params = parameters.split(model)[1]
-    return jax.eval_shape(lambda params: TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params)), params)
+
+    def make(params: Parameters) -> TrainState:
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(parameters.trained(model, params)))
+
+    return jax.eval_shape(make, parameters.split(model)[1])
 
 
 def state_shardings(model: nnx.Module, optimizer: optax.GradientTransformation, mesh: Mesh, rules: Rules) -> TrainState:
@@ -52,7 +55,11 @@ def state_shardings(model: nnx.Module, optimizer: optax.GradientTransformation, 
     everywhere = NamedSharding(mesh, PartitionSpec())
     abstract = abstract_state(model, optimizer)
     opt_state = optax.tree.map_params(
-        optimizer, lambda _, sharding: sharding, abstract.opt_state, by_path, transform_non_params=lambda _: everywhere
+        optimizer,
+        lambda _, sharding: sharding,
+        abstract.opt_state,
+        parameters.trained(model, by_path),
+        transform_non_params=lambda _: everywhere,
     )
     return TrainState(step=everywhere, params=by_path, opt_state=opt_state)  # type: ignore[arg-type]
 
@@ -71,47 +78,52 @@ def train_step(
     `metrics` holds `loss` (every objective's sum over its global weight, added), each reported mean, `grad_norm`
     before clipping, and `weight`, the weight of objective `text`. `accumulation` cuts the batch into so many
     micro-batches; the result does not depend on it. Of `model`, which may be abstract, only the structure is used.
-    Call the step inside `sharding.use`.
+    Its frozen parameters have no gradient and stay as they are, to the bit. Call the step inside `sharding.use`.
     """
     graphdef, shardings = nnx.graphdef(model), state_shardings(model, optimizer, mesh, rules)
+    of_gradients = parameters.trained(model, shardings.params)
     after_step = getattr(model, "after_step", lambda params, metrics: params)
 
     def forward(params: Parameters, batch: Batch) -> Outputs:
         return parameters.merge(graphdef, parameters.cast(params, dtype, model))(batch)
 
-    def scaled_loss(params: Parameters, batch: Batch, weights: Mapping[str, Array] | None) -> tuple[Array, tuple]:
-        outputs = forward(params, batch)
+    def scaled_loss(
+        trained: Parameters, frozen: Parameters, batch: Batch, weights: Mapping[str, Array] | None
+    ) -> tuple[Array, tuple]:
+        outputs = forward(trained | frozen, batch)
         weights = _weights(outputs) if weights is None else weights
         terms = [total / _at_least_one(weights[name]) for name, (total, _) in outputs.objectives.items()]
         return sum(terms, jnp.zeros((), jnp.float32)), (outputs.metrics, weights["text"])
 
     differentiate = jax.value_and_grad(scaled_loss, has_aux=True)
 
-    def gradients(params: Parameters, batch: Batch) -> tuple[tuple[Array, tuple], Parameters]:
+    def gradients(trained: Parameters, frozen: Parameters, batch: Batch) -> tuple[tuple[Array, tuple], Parameters]:
         if accumulation == 1:
-            return differentiate(params, batch, None)
+            return differentiate(trained, frozen, batch, None)
         # The global weights come first, as sums of different objectives cannot be told apart once they are added.
         # They depend on the batch alone: of this forward pass XLA keeps nothing but their sums.
-        weights = _weights(forward(params, batch))
+        weights = _weights(forward(trained | frozen, batch))
         micro_batches = _micro_batches(batch, accumulation)
 
         def add(carry, micro):
             (total, (means, _)), grads = carry
-            (loss, (metrics, _)), more = differentiate(params, micro, weights)
+            (loss, (metrics, _)), more = differentiate(trained, frozen, micro, weights)
             means, grads = jax.tree.map(jnp.add, (means, grads), (metrics, more))
             return ((total + loss, (means, weights["text"])), grads), None
 
         first = jax.tree.map(lambda x: x[0], micro_batches)
-        shapes = jax.eval_shape(lambda: differentiate(params, first, weights))
+        shapes = jax.eval_shape(lambda: differentiate(trained, frozen, first, weights))
         value, grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        grads = jax.lax.with_sharding_constraint(grads, shardings.params)
+        grads = jax.lax.with_sharding_constraint(grads, of_gradients)
         return jax.lax.scan(add, (value, grads), micro_batches)[0]
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-        (loss, (metrics, weight)), grads = gradients(state.params, batch)
-        grads = jax.lax.with_sharding_constraint(grads, shardings.params)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = after_step(optax.apply_updates(state.params, updates), metrics)
+        trained = parameters.trained(model, state.params)
+        frozen = {path: x for path, x in state.params.items() if path not in trained}
+        (loss, (metrics, weight)), grads = gradients(trained, frozen, batch)
+        grads = jax.lax.with_sharding_constraint(grads, of_gradients)
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
+        params = after_step(optax.apply_updates(trained, updates) | frozen, metrics) | frozen
         report = {name: total / _at_least_one(count) for name, (total, count) in metrics.items()}
         report |= {"loss": loss, "grad_norm": optax.tree.norm(grads), "weight": weight}
         return TrainState(state.step + 1, params, opt_state), report

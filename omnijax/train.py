@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from omnijax import checkpoint, commands, config, flops, metrics, parameters, report, sharding
+from omnijax import checkpoint, commands, config, flops, metrics, parameters, report, sharding, tune
 from omnijax.data import documents
 from omnijax.data.evaluation import Evaluation
 from omnijax.data.mixture import open_members, source_names
@@ -30,7 +30,7 @@ from omnijax.nn.experts import chosen_grouped, use_grouped
 from omnijax.optim import learning_rate, make_optimizer
 from omnijax.sampling import sample
 from omnijax.sharding import Rules, label
-from omnijax.start import starting_model
+from omnijax.start import first_model
 from omnijax.step import abstract_state, evaluation_step, init_state, put_batch, state_shardings, train_step
 from omnijax.steplog import StepLog
 
@@ -81,14 +81,16 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
         stack.enter_context(use_grouped(compute.experts))
 
         # --- Model and optimizer, as shapes so far --------------------------------------------------------------
-        options = settings.model_options()
-        model = parameters.abstract_model(settings.model, **options)
+        model = tune.abstract_model(settings)
         graphdef, params = parameters.split(model)
-        say(report.sharding_text(parameters.placements(model, mesh, settings.rules), mesh))
+        trainable = parameters.trained(model, params)
+        say(report.sharding_text(parameters.placements(model, mesh, settings.rules), mesh, trainable))
+        if len(trainable) < len(params):
+            say(report.trained_text(model))
         sharding.activation_spec((data.rows, data.length), "batch", "length")  # refuses here, not at the first step
         check_units(data, sharding.split_count("length"))
         data_parts = sharding.split_count("batch", data.rows)
-        optimizer = make_optimizer(settings.optimizer, run.steps, params)
+        optimizer = make_optimizer(settings.optimizer, run.steps, trainable, tune.rates(model, settings.tune))
         shardings = state_shardings(model, optimizer, mesh, settings.rules)
         peak = flops.peak_flops(jax.devices()[0].device_kind, run.peak_tflops)
         has_experts = any("experts" in each.axes for each in parameters.describe(model).values())
@@ -107,8 +109,7 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
             stream.restore(data_state)
             say(f"resumed at step {done}{changed_settings(checkpoint.saved_config(manager), text)}")
         else:
-            first = starting_model(settings.model, mesh, settings.rules, start=run.start, seed=run.seed, **options)
-            state = init_state(first, optimizer, mesh, settings.rules)
+            state = init_state(first_model(settings, mesh), optimizer, mesh, settings.rules)
         if done >= run.steps:
             say(f"nothing to train: step {done} is done and Run.steps = {run.steps}; raise it, or choose a new Run.dir")
         else:
