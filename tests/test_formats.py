@@ -219,6 +219,19 @@ def test_members_of_a_tar_are_the_fields_and_media_of_their_row():
     assert "media beside text" in refusal({"__key__": "6", "txt": "a cat", "jpg": b"L"})
 
 
+def test_media_of_other_kinds_stand_where_pictures_may():
+    listed = {"messages": [{"role": "user", "content": [{"type": "motion", "path": "a.npy"}, {"type": "motion"}]}]}
+    listed["motions"] = ["b.npy"]
+    marked = {"conversations": [{"from": "human", "value": "Is <motion> as <motion>?"}], "motion": ["a.npy", "b.npy"]}
+    first, second = ("motion", "a.npy"), ("motion", "b.npy")
+    assert parts_of(listed, kinds=("motion",)) == said("user", 0, first, second)
+    for name in ("sharegpt", "llama_factory", "veomni"):
+        found = parts_of(marked, kinds=("motion",), format=name)
+        assert found == said("user", 0, "Is ", first, " as ", second, "?")
+    assert "has the type 'motion': it must be one of text, " in refusal(listed)
+    assert parts_of(marked, format="sharegpt") == said("user", 0, "Is <motion> as <motion>?")
+
+
 def test_what_is_trained():
     turns = [
         {"role": "user", "content": "1"},

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from omnijax.data.chat import Rendered
 from omnijax.data.documents import Table
-from omnijax.data.formats import Format, FormatOptions, to_sample
+from omnijax.data.formats import MEDIA, Format, FormatOptions, to_sample
 from omnijax.data.jinja_file import read_jinja
 from omnijax.data.jinja_template import JinjaTemplate
 from omnijax.data.mixture import Mixture, members_of
@@ -39,8 +39,8 @@ class Chat(Source):
     text:     the field that plain text stands in
     left_out: texts of a row that the template writes nowhere, such as the thinking of earlier answers: `raise` makes
               it a bad row, `allow` trains on what is left
-    processor: what makes media ready for the model, such as `models.vision.processor.Qwen2VLProcessor`; None: a row
-              with media is a bad row
+    processor: what makes media ready for the model, such as `models.vision.processor.Qwen2VLProcessor`; what it has
+              units of may stand in rows by that name, as pictures do; None: a row with media is a bad row
     media_root: the folder that paths of media start from; None: a row with a path is a bad row
     outside_root: such paths may lead out of that folder
     allow_urls: media may be at http and https URLs
@@ -177,6 +177,7 @@ class ChatItems:
             frame_rate=chat.processor.frame_rate,
             format=chat.format,
             text=chat.text,
+            kinds=tuple(sorted(set(chat.processor.units) - set(MEDIA))),
         )
 
     @cached_property

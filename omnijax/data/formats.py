@@ -9,7 +9,8 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, get_args
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 from omnijax.data.references import MediaOptions, find_media
 from omnijax.data.refusal import Refusal, describe
@@ -19,6 +20,7 @@ from omnijax.errors import BadRow
 Format = Literal["text", "messages", "sharegpt", "qwen_vl", "llama_factory", "veomni", "class_to_image"]
 Row = Mapping[Any, Any]
 
+MEDIA: tuple[Kind, ...] = ("image", "video", "audio")
 _MEMBER_KINDS: dict[str, Kind] = {
     **dict.fromkeys(("bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"), "image"),
     **dict.fromkeys(("avi", "mkv", "mov", "mp4", "webm"), "video"),
@@ -33,10 +35,17 @@ class FormatOptions(MediaOptions):
 
     format: what they are; None: each is recognised by its fields
     text:   the field that plain text stands in
+    kinds:  media beside images, videos and audios that rows may have, each by its name
     """
 
     format: Format | None = None
     text: str = "text"
+    kinds: tuple[Kind, ...] = ()
+
+    @property
+    def media(self) -> tuple[Kind, ...]:
+        """The kinds of media that a row may have."""
+        return *MEDIA, *self.kinds
 
 
 def to_sample(row: Any, row_id: RowId, options: FormatOptions) -> Sample:
@@ -87,13 +96,15 @@ def recognise(row: Row, options: FormatOptions) -> Format:
     if len(found) != 1:
         which = " and ".join(found) if found else f"none of {options.text}, messages and conversations"
         raise Refusal(f"its format is not clear, as it has {which}: name the format of the source")
-    value, media = row[found[0]], any(_columns(row).values())
+    value, media = row[found[0]], any(_columns(row, options).values())
     if found == ["messages"]:
         turns = value if isinstance(value, list) else []
         contents = [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
         if any(isinstance(content, list) for content in contents):
             return "messages"
-        if not media and any(isinstance(content, str) and _MARKER.search(content) for content in contents):
+        if not media and any(
+            isinstance(content, str) and _marker(options.media).search(content) for content in contents
+        ):
             raise Refusal("its format is not clear, as it has a marker but no media: name the format of the source")
         return "llama_factory" if media else "messages"
     if found == ["conversations"]:
@@ -139,21 +150,21 @@ def _read_text(row: Row, options: FormatOptions) -> list[_Message]:
 
 def _read_messages(row: Row, options: FormatOptions) -> list[_Message]:
     """`messages` of OpenAI and Hugging Face: text, or a list of parts; text is never searched for markers."""
-    return _read_turns(row, row.get("messages"), lambda role, content: _listed(content, options))
+    return _read_turns(row, row.get("messages"), options, lambda role, content: _listed(content, options))
 
 
 def _read_sharegpt(row: Row, options: FormatOptions) -> list[_Message]:
     """`conversations` (from, value), with the markers <image>, <video> and <audio> in any turn."""
-    return _read_turns(row, row.get("conversations"), lambda role, content: _marked(content))
+    return _read_turns(row, row.get("conversations"), options, lambda role, content: _marked(content, options))
 
 
 def _read_qwen_vl(row: Row, options: FormatOptions) -> list[_Message]:
     """`conversations` beside `image` and `video`; markers count in what the user says, and are text in answers."""
 
     def split(role: Role, content: Any) -> _Pieces:
-        return _marked(content) if role == "user" else (_text(content),)
+        return _marked(content, options) if role == "user" else (_text(content),)
 
-    return _read_turns(row, row.get("conversations"), split)
+    return _read_turns(row, row.get("conversations"), options, split)
 
 
 def _read_llama_factory(row: Row, options: FormatOptions) -> list[_Message]:
@@ -162,7 +173,7 @@ def _read_llama_factory(row: Row, options: FormatOptions) -> list[_Message]:
     <video><audio> for one file asks for both tracks of a clip: it is one video with its sound.
     """
     turns = row.get("messages", row.get("conversations"))
-    messages = _read_turns(row, turns, lambda role, content: _marked(content))
+    messages = _read_turns(row, turns, options, lambda role, content: _marked(content, options))
     return [replace(message, pieces=_join_tracks(message.pieces)) for message in messages]
 
 
@@ -176,9 +187,9 @@ def _read_veomni(row: Row, options: FormatOptions) -> list[_Message]:
             raise Refusal(f"conversations is not JSON ({error})") from error
 
     def split(role: Role, content: Any) -> _Pieces:
-        return _listed(content, options) if isinstance(content, list) else _marked(content)
+        return _listed(content, options) if isinstance(content, list) else _marked(content, options)
 
-    return _read_turns(row, turns, split)
+    return _read_turns(row, turns, options, split)
 
 
 def _read_class_to_image(row: Row, options: FormatOptions) -> list[_Message]:
@@ -187,7 +198,7 @@ def _read_class_to_image(row: Row, options: FormatOptions) -> list[_Message]:
     if not name:
         raise Refusal("conversations is an empty class name: give one")
     turns = [{"role": "user", "content": name}, {"role": "assistant", "content": [{"type": "image"}]}]
-    return _read_turns(row, turns, lambda role, content: _listed(content, options))
+    return _read_turns(row, turns, options, lambda role, content: _listed(content, options))
 
 
 _READERS: dict[Format, Callable[[Row, FormatOptions], list[_Message]]] = {
@@ -216,11 +227,9 @@ _TYPES: dict[str, Kind] = {
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
 }
-_MEDIA: tuple[Kind, ...] = ("image", "video", "audio")
-_MARKER = re.compile("<(image|video|audio)>")
 
 
-def _read_turns(row: Row, turns: Any, split: Callable[[Role, Any], _Pieces]) -> list[_Message]:
+def _read_turns(row: Row, turns: Any, options: FormatOptions, split: Callable[[Role, Any], _Pieces]) -> list[_Message]:
     """The messages of a chat: the content of every turn is split, then the row's media are dealt to their places."""
     if not isinstance(turns, list) or not turns:
         raise Refusal(f"its turns are {describe(turns)}: they must be a list of at least one message")
@@ -233,7 +242,7 @@ def _read_turns(row: Row, turns: Any, split: Callable[[Role, Any], _Pieces]) -> 
             raise Refusal(f"turn {number}: {refusal}") from refusal
     if sum(message.role == "system" for message in messages[:2]) > 1:
         raise Refusal("it has two system messages: keep one of them")
-    columns = _columns(row)
+    columns = _columns(row, options)
     for kind, values in columns.items():
         places = sum(piece == (kind, None) for message in messages for piece in message.pieces)
         if places != len(values):
@@ -274,10 +283,11 @@ def _piece(part: Any, options: FormatOptions) -> str | _Medium:
     if not isinstance(part, Mapping):
         raise Refusal(f"a part is {describe(part)}: it must have a type")
     given = {name: value for name, value in part.items() if value is not None and name not in options.ignore}
-    named = given.pop("type", None) or next((kind for kind in get_args(Kind) if kind in given), None)
-    if not isinstance(named, str) or named not in _TYPES:
-        raise Refusal(f"a part has the type {describe(named)}: it must be one of {', '.join(_TYPES)}")
-    kind = _TYPES[named]
+    types = _TYPES | {kind: kind for kind in options.kinds}
+    named = given.pop("type", None) or next((kind for kind in ("text", *options.media) if kind in given), None)
+    if not isinstance(named, str) or named not in types:
+        raise Refusal(f"a part has the type {describe(named)}: it must be one of {', '.join(types)}")
+    kind = types[named]
     key = next((key for key in (named, kind, "value") if key in given), None)
     value = given.pop(key) if key else None
     if kind != "text" and value is None and given:  # {"type": "image", "path": ...}
@@ -288,10 +298,15 @@ def _piece(part: Any, options: FormatOptions) -> str | _Medium:
     return _text(value) if kind == "text" else _Medium(kind, value)
 
 
-def _marked(content: Any) -> _Pieces:
+@cache
+def _marker(kinds: tuple[Kind, ...]) -> re.Pattern[str]:
+    return re.compile(f"<({'|'.join(map(re.escape, kinds))})>")
+
+
+def _marked(content: Any, options: FormatOptions) -> _Pieces:
     """The pieces of text with markers; all of its white space is kept."""
-    found = _MARKER.split(_text(content))
-    pieces = [_Medium(kind, None) if number % 2 else kind for number, kind in enumerate(found)]  # type: ignore[arg-type]
+    found = _marker(options.media).split(_text(content))
+    pieces = [_Medium(kind, None) if number % 2 else kind for number, kind in enumerate(found)]
     return tuple(piece for piece in pieces if piece != "") or ("",)
 
 
@@ -313,10 +328,10 @@ def _deal(pieces: _Pieces, queues: dict[Kind, Iterator[Any]]) -> Iterator[str | 
         yield piece
 
 
-def _columns(row: Row) -> dict[Kind, list[Any]]:
+def _columns(row: Row, options: FormatOptions) -> dict[Kind, list[Any]]:
     """The media beside the turns: `image` or `images`, one or a list of them, and so on."""
     columns: dict[Kind, list[Any]] = {}
-    for kind in _MEDIA:
+    for kind in options.media:
         given = [row[name] for name in (kind, f"{kind}s") if name in row]
         lists = [value if isinstance(value, list) else [value] for value in given]
         if sum(map(bool, lists)) > 1:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["text", "image", "video", "audio"]
+Kind = str
+"""Of a part: "text", "image", "video", "audio", or what a processor calls media of its own."""
 Role = Literal["system", "user", "assistant", "tool", "document"]
 """Who says a part; a `document` is plain text for pretraining, without a template."""
 
