@@ -90,6 +90,9 @@ class OmniConfig:
                     "a projector"
                 )
 
+    def __hash__(self) -> int:
+        return hash((self.backbone, tuple(self.encoders.items()), self.start))
+
     def starts(self) -> list[Start]:
         """The parts whose weights come from folders."""
         found = []

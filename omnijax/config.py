@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from omnijax import ginfile
 from omnijax.data.chat_source import has_chat, processors_of
-from omnijax.data.mixture import Mixture, source_names
+from omnijax.data.mixture import Mixture, members_of, source_names
 from omnijax.data.processing import Processor
 from omnijax.data.sources import Source
 from omnijax.data.tokenizer import Tokenizer
@@ -159,11 +159,14 @@ class Compute:
 class Evaluation:
     """Held-out loss every `every` steps and at the end; 0 turns it off.
 
+    answers: about how many of the held-out chats are answered at the end, and their answers compared, word for word;
+        with pictures among them, some are drawn
     ngrams: orders of the n-gram models (add-0.1 smoothing) whose held-out bits are printed as a yardstick
     """
 
     every: int = ranged(0, at_least=0)
     ngrams: tuple[int, ...] = ()
+    answers: int = ranged(0, at_least=0)
 
 
 @dataclass(frozen=True)
@@ -224,9 +227,16 @@ class Train:
                 f"Evaluation.ngrams = {self.evaluation.ngrams} counts every row, and Data.bad_rows is 'skip'; "
                 f"leave the n-grams out, or set bad_rows to 'raise'"
             )
-        if self.evaluation.ngrams and has_chat(self.data.source):
+        chats = [has_chat(member.source) for member in members_of(self.data.source)]
+        if self.evaluation.ngrams and all(chats):
             raise UserError(
-                f"Evaluation.ngrams = {self.evaluation.ngrams} counts text, and Data.source has chats; leave it out"
+                f"Evaluation.ngrams = {self.evaluation.ngrams} counts text, and Data.source has only chats; leave it "
+                f"out"
+            )
+        if self.evaluation.answers and not (any(chats) and self.evaluation.every):
+            raise UserError(
+                f"Evaluation.answers = {self.evaluation.answers} needs chats that are held out: give Data.source some, "
+                f"and set Evaluation.every and Data.holdout, or leave it out"
             )
         if not callable(getattr(self.model, "build", None)):
             raise UserError(f"Train.model = {self.model!r} is not a model config, e.g. @qwen3.Qwen3Config()")

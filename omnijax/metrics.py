@@ -62,7 +62,9 @@ def plot_loss(directory: Path, yardsticks: Mapping[str, float]) -> Path:
 
     lines = read_metrics(directory)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for name, label, style in (("loss", "training", {"linewidth": 0.8}), ("heldout/loss", "held out", {"marker": "o"})):
+    kinds = ("loss", "heldout/loss", "heldout/text_loss", "heldout/chats_loss")
+    for name, label in zip(kinds, ("training", "held out", "held-out text", "held-out chats"), strict=True):
+        style = {"marker": "o"} if name.startswith("heldout") else {"linewidth": 0.8}
         points = [(line["step"], line[name]) for line in lines if name in line]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, **style)

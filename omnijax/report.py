@@ -111,6 +111,16 @@ def warm_up_text(optimizer: Optimizer, steps: int) -> str:
     )
 
 
+def left_out(evaluations: Iterable[Evaluation]) -> list[str]:
+    """A line for each held-out row that was left out, and for how many were too long."""
+    lines = []
+    for each in evaluations:
+        lines += [f"left out of the held-out text: {error}" for error in each.bad]
+        if each.long:
+            lines.append(f"held out: {each.long} chats are longer than a row: dropped or cut, as Data.over_length says")
+    return lines
+
+
 def ngram_yardsticks(
     orders: Iterable[int], train: Documents, heldout: Documents, tokenizer: Tokenizer
 ) -> dict[str, float]:

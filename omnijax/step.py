@@ -150,22 +150,22 @@ def put_batch(arrays: Mapping[str, np.ndarray], mesh: Mesh, rules: Rules) -> Bat
     `slots.NAME` `[B, S]`. Rows are padded to the next length that the table can split, and so are their units. Raises
     `UserError` where it cannot split their number.
     """
-    sizes = dict(mesh.shape)
-
-    def put(name: str, x: np.ndarray) -> Any:
-        table = (
-            rules.of(f"encoders.{name.split('.')[1]}").activations if name.startswith("media.") else rules.activations
-        )
-        parts = math.prod(sizes[axis] for axis in first_axes(table, "length"))
-        nothing = -1 if name.startswith("slots.") else 0
-        padding = [(0, 0), (0, -x.shape[1] % parts), *((0, 0) for _ in x.shape[2:])]
-        x = np.pad(x, padding, constant_values=nothing)
-        names = ("batch", "length", *(None,) * (x.ndim - 2))
-        spec = place(table, names, x.shape, sizes, f"batch.{name}").spec
-        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
-
-    fields = batch_fields({name: put(name, x) for name, x in arrays.items()})
+    fields = batch_fields({name: put_rows(name, x, mesh, rules) for name, x in arrays.items()})
     return Batch(**fields | {"media": {name: Media(**units) for name, units in fields["media"].items()}})
+
+
+def put_rows(name: str, x: np.ndarray, mesh: Mesh, rules: Rules) -> Array:
+    """One of the arrays of `put_batch`."""
+    sizes = dict(mesh.shape)
+    of_encoder = name.startswith("media.")
+    table = (rules.of(f"encoders.{name.split('.')[1]}") if of_encoder else rules).activations
+    parts = math.prod(sizes[axis] for axis in first_axes(table, "length"))
+    nothing = -1 if name.startswith("slots.") else 0
+    padding = [(0, 0), (0, -x.shape[1] % parts), *((0, 0) for _ in x.shape[2:])]
+    x = np.pad(x, padding, constant_values=nothing)
+    names = ("batch", "length", *(None,) * (x.ndim - 2))
+    spec = place(table, names, x.shape, sizes, f"batch.{name}").spec
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
 
 
 def _weights(outputs: Outputs) -> dict[str, Array]:

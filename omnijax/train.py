@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from omnijax import checkpoint, commands, config, flops, metrics, parameters, report, sharding, tune
+from omnijax.answers import Answer, answer, answering
+from omnijax.answers_picture import plot_answers
 from omnijax.data import documents
 from omnijax.data.evaluation import Evaluation
 from omnijax.data.mixture import open_members, source_names
 from omnijax.data.omni_packing import imbalance
-from omnijax.data.pipeline import check_units, heldout_rows, make_pipeline
+from omnijax.data.pipeline import check_units, heldout_parts, make_items, make_pipeline, of_text
 from omnijax.data.stream import ExactStream, with_last
 from omnijax.errors import UserError
 from omnijax.lock import only_run
@@ -58,19 +61,18 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
     stream = ExactStream(pipeline, workers=data.workers, prefetch=data.prefetch, report=report_file)
     counts = [sum(map(len, tables)) for tables in (texts, heldout_texts)]
     say(f"data: {counts[0]} documents, {counts[1]} held out; {data.rows} x {data.length} tokens a step")
-    heldout: Evaluation | None = None
+    heldout: dict[str, Evaluation] = {}
     yardsticks: dict[str, float] = {}
     if heldout_texts and settings.evaluation.every:
-        heldout = heldout_rows(data, heldout_texts)
-        for error in heldout.bad:
-            say(f"left out of the held-out text: {error}")
-        if heldout.long:
-            say(f"held out: {heldout.long} chats are longer than a row: dropped or cut, as Data.over_length says")
+        heldout = heldout_parts(data, heldout_texts)
+        for line in report.left_out(heldout.values()):
+            say(line)
         if settings.evaluation.ngrams:
-            trained, held = documents.concatenate(texts), documents.concatenate(heldout_texts)
+            trained, held = (documents.concatenate(of_text(data, tables)) for tables in (texts, heldout_texts))
             yardsticks = report.ngram_yardsticks(settings.evaluation.ngrams, trained, held, data.tokenizer)
         for name, nats in yardsticks.items():
-            say(f"yardstick: {name} model, {report.bits_per_byte(nats, heldout):.3f} held-out bits per byte")
+            bits = report.bits_per_byte(nats, heldout.get("text") or heldout[""])
+            say(f"yardstick: {name} model, {bits:.3f} held-out bits per byte")
 
     with contextlib.ExitStack() as stack:
         stack.callback(stream.close)
@@ -154,7 +156,7 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
             if number in traced and (last or number == traced[-1]):
                 log.flush()
                 jax.profiler.stop_trace()
-            if heldout is not None and (last or number % settings.evaluation.every == 0):
+            if heldout and (last or number % settings.evaluation.every == 0):
                 values = heldout_metrics(evaluate, state.params, heldout, mesh, settings.rules)
                 log.flush(values)
                 log.say(f"step {number}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
@@ -174,6 +176,14 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
             say(f"picture of the loss: {metrics.plot_loss(folder, yardsticks)}")
             if log.expert_load is not None:
                 say(f"picture of the experts' load: {metrics.plot_expert_load(folder, log.expert_load)}")
+        chats = heldout.get("chats", heldout.get(""))
+        if settings.evaluation.answers and chats is not None:
+            answers = heldout_answers(model, state.params, settings, chats, mesh)
+            right = sum(each.right for each in answers)
+            say(f"answers to held-out chats: {right} of {len(answers)} right ({right / max(len(answers), 1):.1%})")
+            log.last["heldout/answers_right"] = right / max(len(answers), 1)
+            if jax.process_index() == 0 and (picture := plot_answers(folder, make_items(data, heldout_texts), answers)):
+                say(f"picture of answers: {picture}")
         if settings.sample.prompt:
             say(f"sample: {continuation(parameters.merge(graphdef, state.params), settings)!r}")
     python, quoted, prompt = commands.python(), shlex.quote(str(folder)), settings.sample.prompt or "your prompt"
@@ -202,15 +212,37 @@ def use_compile_cache(folder: str) -> str:
     return place or "off"
 
 
-def heldout_metrics(evaluate, params: parameters.Parameters, heldout: Evaluation, mesh: Mesh, rules: Rules) -> dict:
+def heldout_metrics(
+    evaluate, params: parameters.Parameters, heldout: Mapping[str, Evaluation], mesh: Mesh, rules: Rules
+) -> dict[str, float]:
     """Means over all held-out tokens, each counted once on any mesh and for any batch, and bits per byte of text."""
-    total = np.zeros(2)
-    for rows in heldout.steps:
-        means = evaluate(params, put_batch(rows.arrays, mesh, rules))
-        total += np.asarray(jax.device_get(means["cross_entropy"]), np.float64)
-    loss = total[0] / total[1]
-    bits = {"heldout/bits_per_byte": report.bits_per_byte(loss, heldout)} if heldout.bytes else {}
-    return {"heldout/loss": loss} | bits
+    totals: dict[str, np.ndarray] = {}
+    for name, evaluation in heldout.items():
+        totals[name] = np.zeros(2)
+        for rows in evaluation.steps:
+            means = evaluate(params, put_batch(rows.arrays, mesh, rules))
+            totals[name] += np.asarray(jax.device_get(means["cross_entropy"]), np.float64)
+    loss, weight = np.sum(list(totals.values()), axis=0)
+    found = {"heldout/loss": loss / weight}
+    for name, (loss, weight) in totals.items():
+        if len(heldout) > 1:
+            found[f"heldout/{name}_loss"] = loss / weight
+        if heldout[name].bytes:
+            found["heldout/bits_per_byte"] = report.bits_per_byte(loss / weight, heldout[name])
+    return found
+
+
+def heldout_answers(
+    model, params: parameters.Parameters, settings: config.Train, chats: Evaluation, mesh: Mesh
+) -> list[Answer]:
+    """What the model answers to `Evaluation.answers` of the held-out chats, or to all that there are."""
+    follow = answering(model, mesh, dtype=jnp.dtype(settings.compute.dtype))
+    steps, count = [], 0
+    for rows in chats.steps:
+        if count < settings.evaluation.answers:
+            steps.append(rows)
+            count += sum(len(row_ids) for row_ids in rows.row_ids)
+    return answer(follow, params, steps, settings.data.tokenizer, mesh, settings.rules)
 
 
 def changed_settings(before: str, after: str) -> str:

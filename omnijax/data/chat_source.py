@@ -151,8 +151,8 @@ class ChatItems:
 
     def rendered(self, index: int) -> tuple[Sample, Rendered, list[Medium]]:
         """The sample of a row, its tokens and its media; raises `BadRow` for one that cannot be trained on."""
-        row_id = self.rows.row_id(index)
-        sample = _with_system(to_sample(self.rows[index], row_id, self._options), self.chat.system)
+        sample = self.sample(index)
+        row_id = sample.row
         rendered, media = render_media(sample, self._template, self.tokenizer, self.chat.processor)
         if rendered.left_out and self.chat.left_out == "raise":
             raise BadRow(
@@ -163,6 +163,10 @@ class ChatItems:
         if rendered.tokens.size and not rendered.trained[1:].any():
             raise BadRow(row_id, "it has no label, as no message of an assistant is trained: leave it out")
         return sample, rendered, media
+
+    def sample(self, index: int) -> Sample:
+        """The sample of a row; raises `BadRow` where it is none."""
+        return _with_system(to_sample(self.rows[index], self.rows.row_id(index), self._options), self.chat.system)
 
     @property
     def _options(self) -> FormatOptions:

@@ -228,7 +228,7 @@ def _lay(row: dict[str, np.ndarray], item: Item, piece: Piece, segment: int, use
     used.update(item.costs() | {"tokens": piece.tokens})
 
 
-def batch_fields(arrays: Mapping[str, Shaped[np.ndarray, "..."]]) -> dict[str, Any]:
+def batch_fields(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a `Batch`: `slots` and `media` as dicts by modality (a `Media` as a dict of its fields)."""
     fields: dict[str, Any] = {"media": {}, "slots": {}}
     for name, array in arrays.items():

@@ -8,7 +8,7 @@ import numpy as np
 
 from omnijax.data.budgets import Budgets
 from omnijax.data.chat_source import has_chat, processors_of
-from omnijax.data.documents import Table, concatenate
+from omnijax.data.documents import Documents, Table, concatenate
 from omnijax.data.evaluation import Evaluation, evaluation_rows
 from omnijax.data.items import DocumentItems, Items, TextItems
 from omnijax.data.mixture import deal_members, members_of
@@ -113,6 +113,25 @@ def heldout_rows(data: "config.Data", tables: Sequence[Table[Any, Any]]) -> Eval
     if has_chat(data.source):
         return _packed_once(make_items(data, tables), make_packer(data), data.rows, limit)
     return evaluation_rows(concatenate(tables), data.tokenizer, data.length, rows=data.rows, bad_row_limit=limit)
+
+
+def heldout_parts(data: "config.Data", tables: Sequence[Table[Any, Any]]) -> dict[str, Evaluation]:
+    """The held-out rows, each once: those of "text" and of "chats" apart where there are both, else all as "".
+
+    Raises as `heldout_rows` does.
+    """
+    texts = of_text(data, tables)
+    if not texts or not has_chat(data.source):
+        return {"": heldout_rows(data, tables)}
+    limit, items = bad_row_limit(data), make_items(data, tables)
+    text = evaluation_rows(concatenate(texts), data.tokenizer, data.length, rows=data.rows, bad_row_limit=limit)
+    chats = [each for each in items if not isinstance(each, DocumentItems)]
+    return {"text": text, "chats": _packed_once(chats, make_packer(data), data.rows, limit)}
+
+
+def of_text(data: "config.Data", tables: Sequence[Table[Any, Any]]) -> list[Documents]:
+    """Those of the tables that are texts, and not chats."""
+    return [table for member, table in zip(members_of(data.source), tables, strict=True) if not has_chat(member.source)]
 
 
 def _packed_once(sources: Sequence[Items], packer: Packer, rows: int, limit: int | None) -> Evaluation:
