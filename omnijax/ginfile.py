@@ -195,6 +195,8 @@ def build(tree: Tree, target: Any, scope: str, where: str, unbound: str = "") ->
         else:
             other = f", or bind {unbound}" if unbound else ""
             raise UserError(f"{where}: {label} is required: bind it to {describe(field.annotation)}{other}")
+    if inspect.isabstract(target):
+        raise UserError(f"{where}: {short_name(target)} is what several classes share: give one of these")
     try:
         value = target(**values)
     except UserError as error:

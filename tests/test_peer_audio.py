@@ -9,10 +9,27 @@ import numpy as np
 import pytest
 
 from models.audio import mel
+from models.audio.processor import TOKENS, Qwen2_5OmniAudioProcessor, Qwen3OmniAudioProcessor, WhisperProcessor
+from omnijax.data.sample import MediaReference, Part, RowId
+from omnijax.data.tokenizer import TokenizerFile
+from tests.test_chat import byte_pairs, save
+from tests.test_media import wav
 
 pytestmark = pytest.mark.peer
 
 LENGTHS = [800, 15840, 16000, 16161, 48123, 480000, 35 * 16000 + 77]  # samples, from 0.05 s to 35 s
+
+
+ROW = RowId("source", "a.jsonl", 7)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFile:
+    pairs = byte_pairs()
+    processors = (WhisperProcessor(), Qwen3OmniAudioProcessor())
+    names = dict.fromkeys(getattr(processor, name) for processor in processors for name in TOKENS)
+    pairs.add_special_tokens(["<|endoftext|>", *names])
+    return save(pairs, tmp_path_factory.mktemp("tokenizer"))
 
 
 def chirp(length: int) -> np.ndarray:
@@ -46,7 +63,7 @@ def check(found: np.ndarray, sound: np.ndarray, peer: Any) -> None:
     assert found.dtype == np.float32
 
 
-def joined(clip: mel.Clip) -> np.ndarray:
+def joined(clip: Any) -> np.ndarray:
     return np.concatenate([unit[:, :valid] for unit, valid in zip(clip.features, clip.unit_valid, strict=True)], axis=1)
 
 
@@ -89,6 +106,39 @@ def test_qwen3_omni_hears_chunks_of_a_sound(length: int) -> None:
     clip = mel.qwen3_omni(sound)
     np.testing.assert_allclose(joined(clip), inputs["input_features"][0], atol=1e-4)
     assert clip.tokens == processing("qwen3_omni_moe")._get_feat_extract_output_lengths(int(clip.unit_valid.sum()))
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.99, 1.00, 1.01, 29, 31, 301])
+@pytest.mark.parametrize("family", ["whisper", "qwen2_5_omni", "qwen3_omni_moe"])
+def test_files_of_sound_have_the_frames_and_token_counts_of_processors(
+    family: str, seconds: float, tokenizer: TokenizerFile
+) -> None:
+    """Whisper's, window by window, and those of the omni models, which are told to leave nothing out."""
+    sound = speech(round(seconds * mel.RATE))
+    part = Part("audio", "user", 0, False, media=MediaReference(data=wav(sound, subtype="FLOAT")))
+    options: dict[str, Any] = {"sampling_rate": mel.RATE, "return_attention_mask": True, "return_tensors": "np"}
+    if family == "whisper":
+        found = WhisperProcessor().load(part, ROW, tokenizer)
+        windows = [sound[start : start + 480000] for start in range(0, len(sound), 480000)]
+        inputs = [extractor(80)(window, **options) for window in windows]
+        np.testing.assert_allclose(
+            found.media.features, np.concatenate([each["input_features"] for each in inputs]), atol=1e-4
+        )
+        frames = [int(each["attention_mask"].sum()) for each in inputs]
+        assert found.media.unit_valid.tolist() == frames
+        # A window's second convolution has stride 2, so its last feature is of one frame or two.
+        assert found.tokens.placeholder.sum() == sum(-(-count // 2) for count in frames)
+        return
+    if family == "qwen2_5_omni":
+        found = Qwen2_5OmniAudioProcessor().load(part, ROW, tokenizer)
+        inputs = extractor(128, chunk_length=302)(sound, **options)
+    else:
+        found = Qwen3OmniAudioProcessor().load(part, ROW, tokenizer)
+        inputs = extractor(128)(sound, padding=True, truncation=False, **options)
+    expected = inputs["input_features"][0][:, inputs["attention_mask"][0] == 1]
+    np.testing.assert_allclose(joined(found.media), expected, atol=1e-4)
+    count = processing(family)._get_feat_extract_output_lengths(expected.shape[1])
+    assert found.tokens.placeholder.sum() == count
 
 
 def test_token_counts_of_every_length_up_to_six_minutes() -> None:
