@@ -13,11 +13,13 @@ from PIL import Image
 
 from models.audio import mel
 from models.audio.processor import Qwen2_5OmniAudioProcessor, Qwen3OmniAudioProcessor, WhisperProcessor
+from models.vision.omni_processor import Qwen2_5OmniVisionProcessor, Qwen3OmniVisionProcessor
 from models.vision.processor import Qwen2VLProcessor
 from omnijax import config, ginfile
 from omnijax.data.budgets import Budgets
 from omnijax.data.media.audio import AudioLimits
 from omnijax.data.media.image import ImageLimits
+from omnijax.data.media.video import VideoLimits
 from omnijax.data.omni_packing import FirstFit
 from omnijax.data.processing import Processor, make_item, render_media
 from omnijax.data.processors import Processors
@@ -26,7 +28,7 @@ from omnijax.data.templates import TEMPLATES
 from omnijax.data.tokenizer import Bytes, TokenizerFile
 from omnijax.errors import BadRow, UserError
 from tests.test_chat import add_names, byte_pairs, save
-from tests.test_media import encoded, noise, wav
+from tests.test_media import encoded, make_clip, noise, wav
 
 ROW = RowId("source", "a.jsonl", 7)
 PROCESSORS = {
@@ -182,8 +184,36 @@ def test_pictures_and_sounds_in_one_chat(tokenizer):
     assert "both vision and audio make units of 'image'" in refusal(UserError, Processors, vision, vision)
 
 
+def test_positions_of_a_thinker_by_hand(tokenizer):
+    """Four frames a second apart are 25 positions from each other; what follows goes on after the last of them."""
+    names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "start": "<|vision_start|>"}
+    limits = VideoLimits(16, 4096)
+    vision = Qwen2_5OmniVisionProcessor(patch_size=2, window=4, video=limits, **names, end="<|vision_end|>")
+    both = Processors(vision, PROCESSORS["qwen2_5_omni"])
+    clip = make_clip(8, draw=lambda number: noise(16, 16) // 2 + np.uint8(9 * number), rate=2)
+    part = Part("video", "user", 0, False, media=MediaReference(data=clip))
+    rendered, media = render_media(Sample(ROW, (part, said("Hi."), sound(0.5))), TEMPLATES["plain"], tokenizer, both)
+    item = make_item(rendered, media, ROW, 0, document=False)
+    seen = item.media["image"].slots >= 0
+    assert item.positions[seen, 0].tolist() == list(np.repeat([1, 26, 51, 76], 16))
+    assert item.positions[seen, 1].tolist() == list(np.repeat([1, 2, 3, 4], 4)) * 4
+    after = item.positions[seen.nonzero()[0][-1] + 1 :, 0]
+    assert after.tolist() == list(range(77, 77 + after.size))
+    thinker = SimpleNamespace(position_id_per_seconds=25)
+    vision.check(tokenizer, thinker)
+    assert "counts positions for no thinker" in refusal(UserError, Qwen2VLProcessor().check, tokenizer, thinker)
+    assert "counts positions for a thinker" in refusal(UserError, vision.check, tokenizer, SimpleNamespace())
+    thinker.position_id_per_seconds = 13
+    assert "tokens_per_second = 25 and the model's position_id_per_seconds = 13" in refusal(
+        UserError, vision.check, tokenizer, thinker
+    )
+    pictures_only = Qwen3OmniVisionProcessor(patch_size=2, video=limits)
+    assert "rows have no fractions of positions" in refusal(BadRow, pictures_only.load, part, ROW, tokenizer)
+
+
 def test_workers_get_little_and_need_no_jax():
     assert len(pickle.dumps(Processors(Qwen2VLProcessor(), PROCESSORS["whisper"]))) < 3000
-    check = "import sys, models.audio.processor, omnijax.data.processors; sys.exit('jax' in sys.modules)"
+    modules = "models.audio.processor, models.vision.omni_processor, omnijax.data.processors"
+    check = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
     assert AudioLimits().sample_rate == mel.RATE

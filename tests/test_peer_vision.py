@@ -12,17 +12,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from models.audio.processor import Qwen2_5OmniAudioProcessor
+from models.vision.omni_processor import Qwen2_5OmniVisionProcessor
 from models.vision.patches import window_order
 from models.vision.processor import Qwen2_5VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
 from omnijax.data.media.image import ImageLimits
 from omnijax.data.media.video import VideoLimits, load_video
 from omnijax.data.omni_packing import Item
 from omnijax.data.processing import make_item, render_media
+from omnijax.data.processors import Processors
 from omnijax.data.sample import MediaReference, Part, RowId, Sample
 from omnijax.data.templates import TEMPLATES
 from omnijax.data.tokenizer import TokenizerFile
 from tests.test_chat import add_names, byte_pairs, save
-from tests.test_media import encoded, make_clip, noise
+from tests.test_media import encoded, make_clip, noise, wav
 
 pytestmark = pytest.mark.peer
 
@@ -220,6 +223,47 @@ def test_the_tokens_positions_and_pixels_of_a_clip(family: str, name: str, token
     if family == "qwen2_5_vl":
         grids["second_per_grid_ts"] = np.array([2 / video.fps], np.float32)
     assert np.array_equal(item.positions, positions_of(family, ids, tokenizer, **grids))
+
+
+def test_positions_of_the_thinker_of_qwen2_5_omni(tokenizer: TokenizerFile) -> None:
+    """A picture, a clip, a sound and text between them, counted by the model's own function."""
+    import torch
+
+    sees = Qwen2_5OmniVisionProcessor(
+        image=IMAGE,
+        video=VIDEO,
+        image_token="<|image_pad|>",
+        video_token="<|video_pad|>",
+        start="<|vision_start|>",
+        end="<|vision_end|>",
+    )
+    both = Processors(sees, Qwen2_5OmniAudioProcessor(audio_token="[INST]", start="<s>", end="</s>"))
+    samples = (0.1 * np.random.default_rng(0).standard_normal(20000)).astype(np.float32)
+    parts = [text("What is it??"), media("image", encoded(Image.fromarray(PICTURES["detail"]))), text("So. ")]
+    parts += [media("video", CLIPS["long and small"]), media("audio", wav(samples)), text("Then?")]
+    said = (*parts, Part("text", "assistant", 1, True, "Yes. No."))
+    rendered, found = render_media(Sample(ROW, said), TEMPLATES["chatml"], tokenizer, both)
+    item = make_item(rendered, found, ROW, 0, document=False)
+    name = "Qwen2_5OmniPreTrainedModelForConditionalGeneration"
+    model = peer("qwen2_5_omni", "modeling", name)
+    ids = {field: int(ids_of(token, tokenizer)[0]) for field, token in NAMES.items()}
+    numbers = {f"{field}_id": ids[field] for field in ("image_token", "video_token", "vision_start_token")}
+    sound = {"audio_token_id": "[INST]", "audio_start_token_id": "<s>"}
+    numbers |= {field: int(ids_of(token, tokenizer)[0]) for field, token in sound.items()}
+    config = SimpleNamespace(**numbers, position_id_per_seconds=25, seconds_per_chunk=2)
+    self = SimpleNamespace(config=config, spatial_merge_size=2)
+    self.get_llm_pos_ids_for_vision = lambda *args: model.get_llm_pos_ids_for_vision(self, *args)
+    grids = [torch.tensor(np.array(each.media.unit_grid[:1], np.int64)) for each in found[:2]]
+    video = load_video(parts[3].media, VIDEO, ROW)  # type: ignore[arg-type]
+    expected, _ = model.get_rope_index(
+        self,
+        torch.tensor(item.tokens.astype(np.int64))[None],
+        *grids,
+        audio_seqlens=torch.tensor([int(found[2].media.unit_valid.sum())]),
+        second_per_grids=torch.tensor([2 / video.fps], dtype=torch.float32),
+    )
+    assert item.positions is not None
+    np.testing.assert_array_equal(item.positions, expected[:, 0].T.numpy())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

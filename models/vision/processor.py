@@ -1,11 +1,11 @@
 """The host side of Qwen's vision-language models: pictures and clips to tokens, positions and patches; numpy only."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int, UInt8
+from jaxtyping import Float32, Int, Int32, UInt8
 
 from models.vision.patches import Grid, merge_positions, patchify, window_order
 from models.vision.positions import MediaRun, mrope_positions
@@ -30,14 +30,6 @@ TOKENS = {
     "end": "vision_end_token_id",
 }
 """Fields that name a token, and where a model's config has its number."""
-SIZES = {
-    "patch_size": "patch_size",
-    "merge": "spatial_merge_size",
-    "temporal_patch_size": "temporal_patch_size",
-    "window": "window",
-    "tokens_per_second": "tokens_per_second",
-}
-"""Fields that a tower's config has too, and their names there."""
 
 
 class Written(NamedTuple):
@@ -71,6 +63,14 @@ class Qwen2VLProcessor:
     start: str = "<|vision_start|>"
     end: str = "<|vision_end|>"
 
+    OF_THINKERS: ClassVar[bool] = False
+    SIZES: ClassVar[Mapping[str, str]] = {
+        "patch_size": "patch_size",
+        "merge": "spatial_merge_size",
+        "temporal_patch_size": "temporal_patch_size",
+    }
+    """Fields that a tower's config has too, and their names there."""
+
     @property
     def units(self) -> Mapping[str, UnitShape]:
         size = CHANNELS * self.temporal_patch_size * self.patch_size**2
@@ -90,8 +90,14 @@ class Qwen2VLProcessor:
     def check(self, tokenizer: Tokenizer, model: Any) -> None:
         """Raises `UserError` for a token that the tokenizer has not or the model's config numbers otherwise.
 
-        The tower, where the model's config has one by the name of `vision_config`, must read such patches.
+        The tower, where the model's config has one by the name of `vision_config`, must read such patches. A thinker
+        of an omni family (`models.thinker`) counts positions otherwise, and has processors of its own.
         """
+        if hasattr(model, "position_id_per_seconds") != self.OF_THINKERS:
+            kind = "a thinker" if self.OF_THINKERS else "no thinker, as the model is"
+            raise UserError(
+                f"Chat.processor = {type(self).__name__} counts positions for {kind}: take the model's own processor"
+            )
         name, tokens, vision = type(self).__name__, spelling(tokenizer).tokens, getattr(model, "vision_config", None)
         for field_name, theirs in TOKENS.items():
             token = getattr(self, field_name)
@@ -105,9 +111,9 @@ class Qwen2VLProcessor:
                     f"{name}.{field_name} = {token!r} is number {tokens[token]} of Data.tokenizer, and the model's "
                     f"{theirs} is {wanted}: give the model's own tokenizer, or set {theirs}"
                 )
-        for field_name, theirs in SIZES.items():
-            own = getattr(self, field_name, None)
-            if own is not None and (wanted := getattr(vision, theirs, own)) != own:
+        for field_name, theirs in self.SIZES.items():
+            own = getattr(self, field_name)
+            if (wanted := getattr(vision, theirs, own)) != own:
                 raise UserError(
                     f"{name}.{field_name} = {own} and the tower's {theirs} = {wanted}: they must be the same"
                 )
@@ -152,6 +158,10 @@ class Qwen2VLProcessor:
         """What stands for a clip."""
         return self._one_run(spell, self.video_token, MediaRun(1, grid))
 
+    def positions(self, length: int, runs: Sequence[MediaRun]) -> tuple[Int32[np.ndarray, "n 3"], int]:
+        """Those of `length` tokens with these runs, and the one of a token that follows."""
+        return mrope_positions(length, runs, self.merge)
+
     def unit_order(self, positions: Int[np.ndarray, "N 3"]) -> Int[np.ndarray, "N"]:
         """Where in merge order each patch of the tower's own order stands."""
         return np.arange(len(positions))
@@ -169,7 +179,7 @@ class Qwen2VLProcessor:
             placeholder[run.first : run.first + run.tokens(self.merge)] = True
         slots = np.full(length, -1, np.int32)
         slots[placeholder] = np.argsort(order[::merged])  # token t of merge order is the tower's number slots[t]
-        positions, advance = mrope_positions(length, written.runs, self.merge)
+        positions, advance = self.positions(length, written.runs)
         count, size = units.shape
         media = MediaItem(
             features=self._normalised(units[order]),
@@ -201,6 +211,12 @@ class Qwen2_5VLProcessor(Qwen2VLProcessor):
     window: int = ranged(8, at_least=1)
     tokens_per_second: float | int = ranged(2, above=0)
 
+    SIZES: ClassVar[Mapping[str, str]] = {
+        **Qwen2VLProcessor.SIZES,
+        "window": "window",
+        "tokens_per_second": "tokens_per_second",
+    }
+
     def __post_init__(self) -> None:
         if self.window % self.merge:
             raise UserError(f"Qwen2_5VLProcessor.window = {self.window} must be a multiple of merge = {self.merge}")
@@ -209,6 +225,10 @@ class Qwen2_5VLProcessor(Qwen2VLProcessor):
         seconds = np.float32(self.temporal_patch_size / video.fps)
         interval = float(np.float32(self.tokens_per_second) * seconds)
         return self._one_run(spell, self.video_token, MediaRun(1, grid, interval))
+
+    def positions(self, length: int, runs: Sequence[MediaRun]) -> tuple[Int32[np.ndarray, "n 3"], int]:
+        """Those of `length` tokens with these runs, and the one of a token that follows."""
+        return mrope_positions(length, runs, self.merge)
 
     def unit_order(self, positions: Int[np.ndarray, "N 3"]) -> Int[np.ndarray, "N"]:
         return window_order(positions, self.window)
