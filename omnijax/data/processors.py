@@ -13,7 +13,7 @@ from omnijax.errors import UserError
 
 @dataclass(frozen=True)
 class Processors:
-    """Pictures and clips go to `vision`, sounds to `audio`."""
+    """What has the name of `audio`'s units goes there, all else to `vision`."""
 
     vision: Processor
     audio: Processor
@@ -43,4 +43,4 @@ class Processors:
         self.audio.check(tokenizer, model)
 
     def load(self, part: Part, row: RowId, tokenizer: Tokenizer) -> Medium:
-        return (self.audio if part.kind == "audio" else self.vision).load(part, row, tokenizer)
+        return (self.audio if part.kind in self.audio.units else self.vision).load(part, row, tokenizer)
