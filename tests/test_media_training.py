@@ -1,5 +1,6 @@
 """Training on pictures and clips from a config: rows, runs that go on exactly, and what cannot be trained on."""
 
+import dataclasses
 import json
 import pickle
 import re
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from models.vision.processor import Qwen2VLProcessor
 from omnijax import config, ginfile, inspect
-from omnijax.data.mixture import open_members
+from omnijax.data.mixture import Member, Mixture, open_members
 from omnijax.data.omni_packing import imbalance
 from omnijax.data.packing import Rows
-from omnijax.data.pipeline import check_units, heldout_rows, make_pipeline
+from omnijax.data.pipeline import check_units, heldout_rows, make_packer, make_pipeline
+from omnijax.data.sources import JsonLines
 from omnijax.data.stream import ExactStream
 from omnijax.errors import BadRow
 from tests import runs
@@ -284,6 +287,33 @@ def test_mistakes_are_one_line(folder: Path) -> None:
     assert "image_token_id is 5" in packer("Qwen2VLConfig.image_token_id=5")
     assert "give a Chat.processor, or leave them out" in packer("Chat.processor=None")
     assert "media path '0.png' is relative to nothing: set root, or Chat.media_root" in packer("Chat.media_root=None")
+
+
+def test_another_processor_is_another_stream(folder: Path) -> None:
+    (rows,) = steps()
+    data = load("ImageLimits.max_pixels=400").data
+    message = refusal(ExactStream(make_pipeline(data, open_members(data.source)[0], 0)).restore, rows.state)
+    assert "the data state has chat.processor.image.max_pixels 256, this run has 400" in message
+
+
+def test_chats_with_pictures_mix_with_text(folder: Path) -> None:
+    write(folder / "texts.jsonl", *[{"text": "Because so. " * 30, "n": n} for n in range(20)])
+    data = load().data
+    chats, texts = Member("chats", data.source), Member("texts", JsonLines("texts.jsonl"))  # type: ignore[arg-type]
+    mixed = dataclasses.replace(data, source=Mixture((chats, texts)))
+    stream = ExactStream(make_pipeline(mixed, open_members(mixed.source)[0], 0))
+    arrays = next(stream).arrays
+    stands = arrays["slots.image"] >= 0
+    assert stands.any()
+    assert set(np.unique(arrays["sources"][stands])) == {0}
+    assert (arrays["sources"] == 1).any()
+    other = dataclasses.replace(
+        chats,
+        name="other",
+        source=dataclasses.replace(data.source, processor=Qwen2VLProcessor()),  # type: ignore[type-var]
+    )
+    unlike = dataclasses.replace(data, source=Mixture((chats, other)))
+    assert "two of them make image units" in refusal(make_packer, unlike)
 
 
 def test_a_model_of_text_refuses_a_processor(folder: Path) -> None:
