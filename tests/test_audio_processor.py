@@ -199,10 +199,11 @@ def test_positions_of_a_thinker_by_hand(tokenizer):
     assert item.positions[seen, 1].tolist() == list(np.repeat([1, 2, 3, 4], 4)) * 4
     after = item.positions[seen.nonzero()[0][-1] + 1 :, 0]
     assert after.tolist() == list(range(77, 77 + after.size))
-    thinker = SimpleNamespace(position_id_per_seconds=25)
+    thinker = SimpleNamespace(position_id_per_seconds=25, HF_TYPE="qwen2_5_omni_thinker")
     vision.check(tokenizer, thinker)
-    assert "counts positions for no thinker" in refusal(UserError, Qwen2VLProcessor().check, tokenizer, thinker)
-    assert "counts positions for a thinker" in refusal(UserError, vision.check, tokenizer, SimpleNamespace())
+    assert "is for qwen2_vl, and the model is a qwen2_5_omni_thinker" in refusal(
+        UserError, Qwen2VLProcessor().check, tokenizer, thinker
+    )
     thinker.position_id_per_seconds = 13
     assert "tokens_per_second = 25 and the model's position_id_per_seconds = 13" in refusal(
         UserError, vision.check, tokenizer, thinker

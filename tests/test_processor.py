@@ -224,6 +224,18 @@ def test_a_processor_that_does_not_fit_is_one_line(tokenizer):
     model.image_token_id = number
     model.vision_config.spatial_merge_size = 1
     assert "merge = 2 and the tower's spatial_merge_size = 1" in refusal(UserError, good.check, tokenizer, model)
+    model.vision_config.spatial_merge_size, model.vision_config.window = 2, 8
+    assert "has patches in windows of None, and the tower in windows of 8" in refusal(
+        UserError, good.check, tokenizer, model
+    )
+    parts = SimpleNamespace(encoders={"image": SimpleNamespace(tower=model.vision_config)})
+    assert "in windows of 4, and the tower in windows of 8" in refusal(
+        UserError, PROCESSORS["qwen2_5_vl"].check, tokenizer, parts
+    )
+    model.HF_TYPE = "qwen2_5_vl"
+    assert "is for qwen3_vl and qwen3_vl_moe, and the model is a qwen2_5_vl" in refusal(
+        UserError, PROCESSORS["qwen3_vl"].check, tokenizer, model
+    )
     assert "window = 7 must be a multiple of merge = 2" in refusal(UserError, lambda: Qwen2_5VLProcessor(window=7))
     assert "min_pixels = 20 is above max_pixels = 10" in refusal(UserError, lambda: ImageLimits(20, 10))
 

@@ -36,12 +36,12 @@ class Qwen2_5OmniVisionProcessor(Qwen2_5VLProcessor):
     start: str = "<|vision_bos|>"
     end: str = "<|vision_eos|>"
 
-    OF_THINKERS: ClassVar[bool] = True
-    SIZES: ClassVar[Mapping[str, str]] = {**Qwen2VLProcessor.SIZES, "window": "window"}
+    MODELS: ClassVar[tuple[str, ...]] = ("qwen2_5_omni_thinker",)
+    SIZES: ClassVar[Mapping[str, str]] = Qwen2VLProcessor.SIZES
 
     def check(self, tokenizer: Tokenizer, model: Any) -> None:
         super().check(tokenizer, model)
-        if (wanted := model.position_id_per_seconds) != self.tokens_per_second:
+        if (wanted := getattr(model, "position_id_per_seconds", self.tokens_per_second)) != self.tokens_per_second:
             raise UserError(
                 f"Qwen2_5OmniVisionProcessor.tokens_per_second = {self.tokens_per_second} and the model's "
                 f"position_id_per_seconds = {wanted}: they must be the same"
@@ -65,7 +65,7 @@ class Qwen2_5OmniVisionProcessor(Qwen2_5VLProcessor):
 class Qwen3OmniVisionProcessor(Qwen3VLProcessor):
     """Of Qwen3-Omni (arXiv 2509.17765), pictures only: the frames of its clips stand between whole positions."""
 
-    OF_THINKERS: ClassVar[bool] = True
+    MODELS: ClassVar[tuple[str, ...]] = ("qwen3_omni_moe_thinker",)
 
     def load(self, part: Part, row: RowId, tokenizer: Tokenizer) -> Medium:
         if part.kind == "video":

@@ -63,7 +63,8 @@ class Qwen2VLProcessor:
     start: str = "<|vision_start|>"
     end: str = "<|vision_end|>"
 
-    OF_THINKERS: ClassVar[bool] = False
+    MODELS: ClassVar[tuple[str, ...]] = ("qwen2_vl",)
+    """`model_type` of the models that it is for."""
     SIZES: ClassVar[Mapping[str, str]] = {
         "patch_size": "patch_size",
         "merge": "spatial_merge_size",
@@ -90,15 +91,21 @@ class Qwen2VLProcessor:
     def check(self, tokenizer: Tokenizer, model: Any) -> None:
         """Raises `UserError` for a token that the tokenizer has not or the model's config numbers otherwise.
 
-        The tower, where the model's config has one by the name of `vision_config`, must read such patches. A thinker
-        of an omni family (`models.thinker`) counts positions otherwise, and has processors of its own.
+        The model must be of `MODELS`, as another's patches stand in another order or its tokens are placed otherwise,
+        or have the tower of one.
         """
-        if hasattr(model, "position_id_per_seconds") != self.OF_THINKERS:
-            kind = "a thinker" if self.OF_THINKERS else "no thinker, as the model is"
+        name, tokens = type(self).__name__, spelling(tokenizer).tokens
+        encoder = getattr(model, "encoders", {}).get("image")
+        vision = getattr(model, "vision_config", getattr(encoder, "tower", None))
+        if (kind := getattr(model, "HF_TYPE", self.MODELS[0])) not in self.MODELS:
             raise UserError(
-                f"Chat.processor = {type(self).__name__} counts positions for {kind}: take the model's own processor"
+                f"Chat.processor = {name} is for {' and '.join(self.MODELS)}, and the model is a {kind}: take its own"
             )
-        name, tokens, vision = type(self).__name__, spelling(tokenizer).tokens, getattr(model, "vision_config", None)
+        if (wanted := getattr(vision, "window", None)) != (own := getattr(self, "window", None)) and vision is not None:
+            raise UserError(
+                f"Chat.processor = {name} has patches in windows of {own}, and the tower in windows of {wanted}: take "
+                f"the processor of the tower's family, with the same window"
+            )
         for field_name, theirs in TOKENS.items():
             token = getattr(self, field_name)
             if token not in tokens:
@@ -211,11 +218,8 @@ class Qwen2_5VLProcessor(Qwen2VLProcessor):
     window: int = ranged(8, at_least=1)
     tokens_per_second: float | int = ranged(2, above=0)
 
-    SIZES: ClassVar[Mapping[str, str]] = {
-        **Qwen2VLProcessor.SIZES,
-        "window": "window",
-        "tokens_per_second": "tokens_per_second",
-    }
+    MODELS: ClassVar[tuple[str, ...]] = ("qwen2_5_vl",)
+    SIZES: ClassVar[Mapping[str, str]] = {**Qwen2VLProcessor.SIZES, "tokens_per_second": "tokens_per_second"}
 
     def __post_init__(self) -> None:
         if self.window % self.merge:
@@ -259,6 +263,8 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
     std: tuple[float, float, float] = ranged((0.5, 0.5, 0.5), above=0)
     image: ImageLimits = field(default_factory=Qwen3ImageLimits)
     video: VideoLimits = field(default_factory=Qwen3VideoLimits)
+
+    MODELS: ClassVar[tuple[str, ...]] = ("qwen3_vl", "qwen3_vl_moe")
 
     def clip_size(self, frames: int, height: int, width: int) -> Size:
         factor, limits = self.patch_size * self.merge, self.video
