@@ -120,7 +120,7 @@ def test_a_projector_makes_fewer_tokens(tokenizer):
     assert "merged = 2 must divide the 13 features of a unit" in message
     joins = SimpleNamespace(encoders={"audio": SimpleNamespace(projector=SimpleNamespace(merged=2))})
     message = refusal(UserError, PROCESSORS["whisper"].check, tokenizer, joins)
-    assert "merged = 1 and the model joins 2 features" in message
+    assert "merged = 1, and the model joins 2 features" in message
 
 
 def test_what_is_no_sound_of_the_model_is_a_bad_row(tokenizer):

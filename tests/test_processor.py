@@ -164,6 +164,16 @@ def test_placeholders_features_and_slots_are_as_many(family, shape, tokenizer):
 
 
 @pytest.mark.parametrize("family", PROCESSORS)
+def test_positions_of_one_axis_count_on(family, tokenizer):
+    processor = replace(PROCESSORS[family], mrope=False)
+    parts = (picture(noise(13, 21)), Part("text", "user", 0, False, "Why. "), clip(5, 10, 14))
+    rendered, media = render_media(Sample(ROW, parts), TEMPLATES["plain"], tokenizer, processor)
+    item = make_item(rendered, media, ROW, 0, document=False)
+    assert np.array_equal(item.positions, np.arange(item.tokens.size))
+    assert processor.position == ()
+
+
+@pytest.mark.parametrize("family", PROCESSORS)
 def test_a_medium_in_an_item_is_as_alone(family, tokenizer):
     processor = PROCESSORS[family]
     parts = [picture(noise(13, 21)), clip(5, 10, 14), picture(noise(8, 8))]
@@ -232,6 +242,10 @@ def test_a_processor_that_does_not_fit_is_one_line(tokenizer):
     assert "in windows of 4, and the tower in windows of 8" in refusal(
         UserError, PROCESSORS["qwen2_5_vl"].check, tokenizer, parts
     )
+    parts = SimpleNamespace(encoders={}, backbone=SimpleNamespace(rope_scaling=None))
+    message = refusal(UserError, good.check, tokenizer, parts)
+    assert "mrope = True, and positions of the language model have 1 axes: set it to False" in message
+    replace(good, mrope=False).check(tokenizer, parts)
     model.HF_TYPE = "qwen2_5_vl"
     assert "is for qwen3_vl and qwen3_vl_moe, and the model is a qwen2_5_vl" in refusal(
         UserError, PROCESSORS["qwen3_vl"].check, tokenizer, model

@@ -16,7 +16,7 @@ from omnijax.data.chat import MediaTokens
 from omnijax.data.media.audio import AudioLimits, load_audio
 from omnijax.data.media.opening import name_of
 from omnijax.data.omni_packing import MediaItem, UnitShape
-from omnijax.data.processing import Medium, unread, unwritten
+from omnijax.data.processing import Medium, check_tokens, unread, unwritten
 from omnijax.data.sample import Part, RowId
 from omnijax.data.spelling import spelling
 from omnijax.data.tokenizer import Tokenizer
@@ -88,25 +88,14 @@ class AudioProcessor(ABC):
 
         A projector of a composed model must join as many features.
         """
-        name, tokens = type(self).__name__, spelling(tokenizer).tokens
-        for field_name, theirs in TOKENS.items():
-            token = getattr(self, field_name)
-            if not token and field_name != "audio_token":
-                continue
-            if token not in tokens:
-                raise UserError(
-                    f"{name}.{field_name} = {token!r} is no token of Data.tokenizer: give the model's own tokenizer, "
-                    f"or name the token that it has for this"
-                )
-            if (wanted := getattr(model, theirs, tokens[token])) != tokens[token]:
-                raise UserError(
-                    f"{name}.{field_name} = {token!r} is number {tokens[token]} of Data.tokenizer, and the model's "
-                    f"{theirs} is {wanted}: give the model's own tokenizer, or set {theirs}"
-                )
+        given = {name: theirs for name, theirs in TOKENS.items() if name == "audio_token" or getattr(self, name)}
+        check_tokens(self, given, tokenizer, model)
         encoder = getattr(model, "encoders", {}).get("audio")
         joined = getattr(getattr(encoder, "projector", None), "merged", 1)
         if joined != self.merged:
-            raise UserError(f"{name}.merged = {self.merged} and the model joins {joined} features: make them the same")
+            raise UserError(
+                f"{type(self).__name__}.merged = {self.merged}, and the model joins {joined} features: set it to that"
+            )
 
     def load(self, part: Part, row: RowId, tokenizer: Tokenizer) -> Medium:
         if part.media is None or part.kind != "audio":

@@ -14,7 +14,7 @@ from omnijax.data.chat import MediaTokens
 from omnijax.data.media.image import ImageLimits, load_image
 from omnijax.data.media.video import Video, VideoLimits, load_video
 from omnijax.data.omni_packing import MediaItem
-from omnijax.data.processing import Medium, unread, unwritten
+from omnijax.data.processing import Medium, check_tokens, unread, unwritten
 from omnijax.data.sample import Part, RowId
 from omnijax.data.spelling import Before, Spelling, spelling
 from omnijax.data.tokenizer import Tokenizer
@@ -49,6 +49,7 @@ class Qwen2VLProcessor:
     mean, std: of the red, green and blue of a pixel, as shares of 255
     image, video: what pictures and clips may be, and the pixels each picture of them is resized into
     image_token, video_token: what stands where a token of a picture or a clip does, between `start` and `end`
+    mrope: whether positions have three axes; else tokens count on like text, for a language model that has one
     """
 
     patch_size: int = ranged(14, at_least=1)
@@ -62,6 +63,7 @@ class Qwen2VLProcessor:
     video_token: str = "<|video_pad|>"
     start: str = "<|vision_start|>"
     end: str = "<|vision_end|>"
+    mrope: bool = True
 
     MODELS: ClassVar[tuple[str, ...]] = ("qwen2_vl",)
     """`model_type` of the models that it is for."""
@@ -79,7 +81,7 @@ class Qwen2VLProcessor:
 
     @property
     def position(self) -> tuple[int, ...]:
-        return (3,)
+        return (3,) if self.mrope else ()
 
     @property
     def frame_rate(self) -> float:
@@ -94,7 +96,7 @@ class Qwen2VLProcessor:
         The model must be of `MODELS`, as another's patches stand in another order or its tokens are placed otherwise,
         or have the tower of one.
         """
-        name, tokens = type(self).__name__, spelling(tokenizer).tokens
+        name = type(self).__name__
         encoder = getattr(model, "encoders", {}).get("image")
         vision = getattr(model, "vision_config", getattr(encoder, "tower", None))
         if (kind := getattr(model, "HF_TYPE", self.MODELS[0])) not in self.MODELS:
@@ -106,18 +108,14 @@ class Qwen2VLProcessor:
                 f"Chat.processor = {name} has patches in windows of {own}, and the tower in windows of {wanted}: take "
                 f"the processor of the tower's family, with the same window"
             )
-        for field_name, theirs in TOKENS.items():
-            token = getattr(self, field_name)
-            if token not in tokens:
-                raise UserError(
-                    f"{name}.{field_name} = {token!r} is no token of Data.tokenizer: give the model's own tokenizer, "
-                    f"or name the token that it has for this"
-                )
-            if (wanted := getattr(model, theirs, tokens[token])) != tokens[token]:
-                raise UserError(
-                    f"{name}.{field_name} = {token!r} is number {tokens[token]} of Data.tokenizer, and the model's "
-                    f"{theirs} is {wanted}: give the model's own tokenizer, or set {theirs}"
-                )
+        check_tokens(self, TOKENS, tokenizer, model)
+        text = getattr(model, "text_config", getattr(model, "backbone", None))
+        has_axes = hasattr(getattr(text, "rope_scaling", None), "mrope_section")
+        if text is not None and has_axes != self.mrope:
+            raise UserError(
+                f"{name}.mrope = {self.mrope}, and positions of the language model have {3 if has_axes else 1} axes: "
+                f"set it to {has_axes}"
+            )
         for field_name, theirs in self.SIZES.items():
             own = getattr(self, field_name)
             if (wanted := getattr(vision, theirs, own)) != own:
@@ -186,7 +184,10 @@ class Qwen2VLProcessor:
             placeholder[run.first : run.first + run.tokens(self.merge)] = True
         slots = np.full(length, -1, np.int32)
         slots[placeholder] = np.argsort(order[::merged])  # token t of merge order is the tower's number slots[t]
-        positions, advance = self.positions(length, written.runs)
+        if self.mrope:
+            positions, advance = self.positions(length, written.runs)
+        else:
+            positions, advance = np.arange(length, dtype=np.int32), length
         count, size = units.shape
         media = MediaItem(
             features=self._normalised(units[order]),
@@ -229,10 +230,6 @@ class Qwen2_5VLProcessor(Qwen2VLProcessor):
         seconds = np.float32(self.temporal_patch_size / video.fps)
         interval = float(np.float32(self.tokens_per_second) * seconds)
         return self._one_run(spell, self.video_token, MediaRun(1, grid, interval))
-
-    def positions(self, length: int, runs: Sequence[MediaRun]) -> tuple[Int32[np.ndarray, "n 3"], int]:
-        """Those of `length` tokens with these runs, and the one of a token that follows."""
-        return mrope_positions(length, runs, self.merge)
 
     def unit_order(self, positions: Int[np.ndarray, "N 3"]) -> Int[np.ndarray, "N"]:
         return window_order(positions, self.window)

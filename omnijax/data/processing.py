@@ -15,9 +15,10 @@ from jaxtyping import Int32
 from omnijax.data.chat import MediaTokens, Rendered, render
 from omnijax.data.omni_packing import OF_UNITS, Item, MediaItem
 from omnijax.data.sample import Part, RowId, Sample
+from omnijax.data.spelling import spelling
 from omnijax.data.templates import Template
 from omnijax.data.tokenizer import Tokenizer
-from omnijax.errors import BadRow
+from omnijax.errors import BadRow, UserError
 from omnijax.units import UnitShape
 
 
@@ -86,6 +87,26 @@ def render_media(
         return media[-1].tokens
 
     return render(sample, template, tokenizer, slots), media
+
+
+def check_tokens(processor: Any, fields: Mapping[str, str], tokenizer: Tokenizer, model: Any) -> None:
+    """Raises `UserError` for a token that the tokenizer has not, or that the model's config gives another number.
+
+    `fields` of the processor name a token; their values are the names of the config's fields, which it may lack.
+    """
+    name, tokens = type(processor).__name__, spelling(tokenizer).tokens
+    for field, theirs in fields.items():
+        token = getattr(processor, field)
+        if token not in tokens:
+            raise UserError(
+                f"{name}.{field} = {token!r} is no token of Data.tokenizer: give the model's own tokenizer, or name "
+                f"the token that it has for this"
+            )
+        if (wanted := getattr(model, theirs, tokens[token])) != tokens[token]:
+            raise UserError(
+                f"{name}.{field} = {token!r} is number {tokens[token]} of Data.tokenizer, and the model's {theirs} is "
+                f"{wanted}: give the model's own tokenizer, or set {theirs}"
+            )
 
 
 def unread(part: Part, row: RowId) -> BadRow:
