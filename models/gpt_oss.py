@@ -86,7 +86,7 @@ class ClampedSwiGLU:
     limit: float
 
     def __call__(
-        self, kernels: Mapping[str, Array], x: Float[Array, "n D"], weight: Float[Array, " n"], rows: Rows
+        self, kernels: Mapping[str, Any], x: Float[Array, "n D"], weight: Float[Array, " n"], rows: Rows
     ) -> Float[Array, "n D"]:
         gate, up = jnp.unstack(rows.dot(x, kernels["gate_up_kernel"]) + rows.pick(kernels["gate_up_bias"]), axis=-1)
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)

@@ -1,7 +1,7 @@
 """Layers that several families share: grouped-query attention, gated feed-forward networks and experts."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +111,7 @@ class GatedExperts(nnx.Module):
         self.down_kernel = param(rngs, init, (count, mlp, embed), inputs=1)
 
     @staticmethod
-    def expert(kernels: Mapping[str, Array], x: Float[Array, "n D"], weight: Float[Array, " n"], rows: Rows) -> Array:
+    def expert(kernels: Mapping[str, Any], x: Float[Array, "n D"], weight: Float[Array, " n"], rows: Rows) -> Array:
         """What experts make of rows; the weight comes before the last product, which spares its gradient a product."""
         gate, up = jnp.unstack(rows.dot(x, kernels["gate_up_kernel"]), axis=1)
         hidden = jax.nn.silu(gate) * up * weight[:, None].astype(x.dtype)

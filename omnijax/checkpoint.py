@@ -104,7 +104,7 @@ def restore(manager: Any, step: int, like: TrainState, shardings: TrainState) ->
     )
     items = _read(manager, step, args)
     number = jax.device_put(np.asarray(step, np.int32), shardings.step)
-    found, wanted = (items["params"], items["optimizer"]), (target.params, target.opt_state)
+    found, wanted = (items["params"], items["optimizer"]), (shardings.params, shardings.opt_state)
     return TrainState(number, *restack.as_wanted(found, wanted, shapes, saved)), items["data"]
 
 
@@ -119,21 +119,17 @@ def restore_params(manager: Any, shapes: Mapping[str, tuple[int, ...]], sharding
         path: jax.ShapeDtypeStruct(shapes[path], np.float32, sharding=sharding) for path, sharding in shardings.items()
     }
     args = ocp.args.Composite(params=ocp.args.StandardRestore(restack.as_saved(target, shapes, saved)))
-    return restack.as_wanted(_read(manager, step, args)["params"], target, shapes, saved)
+    return restack.as_wanted(_read(manager, step, args)["params"], dict(shardings), shapes, saved)
 
 
 def check_same_model(manager: Any, step: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters of `step`; `UserError` unless they are these, but for where stacks are cut."""
     saved = {path: tuple(shape) for path, shape in _item(manager, step, "meta")["shapes"].items()}
-    if restack.layers(saved) == restack.layers(shapes):
-        return saved
-    for path in sorted(set(saved) | set(shapes)):
-        if saved.get(path) != shapes.get(path):
-            raise UserError(
-                f"{manager.directory}: step {step} was saved from another model: {path} is "
-                f"{saved.get(path, 'absent')} there and {shapes.get(path, 'absent')} in this config; "
-                f"change the model back or choose another Run.dir"
-            )
+    if differing := restack.difference(saved, shapes):
+        raise UserError(
+            f"{manager.directory}: step {step} was saved from another model: {differing}; "
+            f"change the model back or choose another Run.dir"
+        )
     return saved
 
 

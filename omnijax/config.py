@@ -113,21 +113,48 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters: a kernel W that has one acts as W + s A B, of which A and B are trained (arXiv 2106.09685).
+
+    patterns: which kernels have one, of linear maps and of experts; what else a pattern names has none
+    rank:     the width between A and B
+    alpha:    s is alpha / rank, or alpha / sqrt(rank) where `rslora` is set (arXiv 2312.03732)
+    dropout:  share of what goes into A that is left out in training; experts have none
+    """
+
+    patterns: tuple[str, ...]
+    rank: int = ranged(16, at_least=1)
+    alpha: float = ranged(32.0, above=0.0)
+    rslora: bool = False
+    dropout: float = ranged(0.0, at_least=0.0, below=1.0)
+
+    def scale(self) -> float:
+        """s."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclass(frozen=True)
 class Tune:
     """Which parameters are trained, by patterns as `omnijax.patterns` explains them; all are, if nothing is said.
 
     freeze: what stays as it is
-    train:  what is trained although `freeze` names it
+    lora:   adapters, which alone are trained
+    train:  what is trained besides, although it is named by `freeze`, or there are adapters
     rates:  pattern -> factor of the learning rate; the last pattern that names a parameter counts
     """
 
     freeze: tuple[str, ...] = ()
+    lora: Lora | None = None
     train: tuple[str, ...] = ()
     rates: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.train and not self.freeze:
+        if self.train and not self.freeze and self.lora is None:
             raise UserError(f"Tune.train = {self.train} says what is trained of what is frozen; set Tune.freeze too")
+        if self.freeze and self.lora is not None:
+            raise UserError(
+                f"Tune.freeze = {self.freeze} adds nothing to Tune.lora, which freezes all but adapters; leave it out"
+            )
         for pattern, factor in self.rates.items():
             if not 0 < factor < math.inf:
                 raise UserError(f"Tune.rates: {pattern!r}: {factor} must be a positive number; for 0 use Tune.freeze")

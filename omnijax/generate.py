@@ -8,11 +8,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from omnijax import checkpoint, commands, config, parameters, tune
+from omnijax import checkpoint, commands, config, parameters
 from omnijax.data.tokenizer import Tokenizer
 from omnijax.errors import UserError
 from omnijax.mesh import make_mesh
 from omnijax.sampling import sample
+from omnijax.start import of_run
 
 
 def main() -> None:
@@ -43,16 +44,14 @@ def main() -> None:
 
 
 def load_run(folder: Path) -> tuple[Any, Tokenizer, config.Train]:
-    """Model (on one device), tokenizer and settings of the newest checkpoint of a run."""
+    """Model (on one device, adapters merged), tokenizer and settings of the newest checkpoint of a run."""
     manager = checkpoint.open_checkpoints(folder / "checkpoints", read_only=True)
     settings = config.config_of_run(checkpoint.saved_config(manager), checkpoint.started_in(manager))
     mesh = make_mesh(data=1, devices=jax.devices()[:1])
-    abstract = tune.abstract_model(settings)
-    params = checkpoint.restore_params(
-        manager, parameters.shapes(abstract), parameters.shardings(abstract, mesh, settings.rules)
-    )
+    params = of_run(manager, settings, mesh, settings.rules)
     manager.close()
-    return parameters.merge(nnx.graphdef(abstract), params), settings.data.tokenizer, settings
+    model = parameters.abstract_model(settings.model, **settings.model_options())
+    return parameters.merge(nnx.graphdef(model), params), settings.data.tokenizer, settings
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
 
 
 def decayed(paths: Iterable[str], config: Optimizer) -> dict[str, bool]:
-    """Which parameters weight decay acts on: kernels; embeddings if asked; never a norm or a bias."""
-    decays = ("kernel", "embedding") if config.decay_embeddings else "kernel"
+    """Which parameters weight decay acts on: kernels and adapters; embeddings if asked; never a norm or a bias."""
+    decays = ("kernel", "lora_a", "lora_b", *(["embedding"] if config.decay_embeddings else []))
     return {path: path.endswith(decays) for path in paths}
 
 

@@ -28,6 +28,15 @@ def layers(shapes: Shapes, paths: Collection[str] | None = None) -> dict[str, tu
     return {name: tuple(shapes[path][index is not None :]) for name, (path, index) in places if path in kept}
 
 
+def difference(saved: Shapes, wanted: Shapes) -> str:
+    """The first parameter in which two models differ by more than where stacks are cut, in words; "" if none."""
+    if layers(saved) == layers(wanted):
+        return ""
+    paths = (path for path in sorted({*saved, *wanted}) if saved.get(path) != wanted.get(path))
+    path = next(paths)
+    return f"{path} is {saved.get(path, 'absent')} there and {wanted.get(path, 'absent')} in this config"
+
+
 def as_saved(wanted: Any, shapes: Shapes, saved: Shapes) -> Any:
     """A tree of shapes, of a model of `shapes`, with its stacks cut as in `saved`."""
     if shapes == saved:
@@ -44,7 +53,7 @@ def as_saved(wanted: Any, shapes: Shapes, saved: Shapes) -> Any:
 
 
 def as_wanted(found: Any, wanted: Any, shapes: Shapes, saved: Shapes) -> Any:
-    """Arrays that were read with the stacks of `saved`, cut as `wanted` is."""
+    """Arrays that were read with the stacks of `saved`, cut as in `shapes`; `wanted` is a tree of their shardings."""
     if shapes == saved:
         return found
     then = _places(saved)
@@ -64,7 +73,7 @@ def as_wanted(found: Any, wanted: Any, shapes: Shapes, saved: Shapes) -> Any:
                 for path in target
             }
 
-        return jax.jit(cut, out_shardings={path: x.sharding for path, x in target.items()})(node)
+        return jax.jit(cut, out_shardings=target)(node)
 
     return jax.tree.map(recut, wanted, found, is_leaf=is_by_path)
 

@@ -1,25 +1,26 @@
 """Where a run's first parameters come from: fresh, from a Hugging Face folder, or from another run."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from omnijax import checkpoint, hf, hf_files, parameters
+from omnijax import checkpoint, hf, hf_files, lora, parameters, restack, tune
 from omnijax.config import Train, config_of_run
 from omnijax.errors import UserError
 from omnijax.parameters import Parameters
 from omnijax.sharding import Rules
-from omnijax.tune import tuned
 
 
 def first_model(settings: Train, mesh: Mesh) -> Any:
     """The float32 model a run begins with, every parameter where it lives, and marked where it is frozen."""
     run, options = settings.run, settings.model_options()
     model = starting_model(settings.model, mesh, settings.rules, start=run.start, seed=run.seed, **options)
-    return tuned(model, settings.tune)
+    return tune.begin(model, settings.tune, mesh, settings.rules, seed=run.seed)
 
 
 def starting_model(config: Any, mesh: Mesh, rules: Rules, *, start: str | None, seed: int, **options: Any) -> Any:
@@ -42,18 +43,34 @@ def starting_model(config: Any, mesh: Mesh, rules: Rules, *, start: str | None, 
         return hf.load(type(abstract), folder, mesh=mesh, rules=rules, **options)
     if (folder / "checkpoints").is_dir():
         manager = checkpoint.open_checkpoints(folder / "checkpoints", read_only=True)
+        shapes, shardings = parameters.shapes(abstract), parameters.shardings(abstract, mesh, rules)
         imported = checkpoint.saved_model(manager)
         if imported is None:
             settings = config_of_run(checkpoint.saved_config(manager), checkpoint.started_in(manager))
             require_same(config, settings.model, folder)
+            params = of_run(manager, settings, mesh, rules)
+            saved = {path: x.shape for path, x in params.items()}
+            if differing := restack.difference(saved, shapes):
+                raise UserError(f"Run.start = {start!r} holds another model: {differing}")
+            params = restack.as_wanted(params, shardings, shapes, saved)
         else:
             require_same(config, type(config).from_hf(imported, str(folder)), folder)
-        params = checkpoint.restore_params(
-            manager, parameters.shapes(abstract), parameters.shardings(abstract, mesh, rules)
-        )
+            params = checkpoint.restore_params(manager, shapes, shardings)
         checkpoint.close(manager)
         return parameters.merge(nnx.graphdef(abstract), params)
     raise UserError(f"Run.start = {start!r} is neither a Hugging Face folder (config.json) nor one with checkpoints")
+
+
+def of_run(manager: Any, settings: Train, mesh: Mesh, rules: Rules) -> Parameters:
+    """The parameters of a run's newest checkpoint, in the stacks of that run, with its adapters merged."""
+    theirs = tune.abstract_model(settings)
+    shardings = parameters.shardings(theirs, mesh, rules)
+    params = checkpoint.restore_params(manager, parameters.shapes(theirs), shardings)
+    if settings.tune.lora is None:
+        return params
+    merge = functools.partial(lora.merged, theirs, lora=settings.tune.lora)
+    where = {path: x for path, x in shardings.items() if not lora.is_adapter(path)}
+    return jax.jit(merge, out_shardings=where)(params)
 
 
 def parts_of_folders(config: Any, mesh: Mesh, rules: Rules, **options: Any) -> Parameters:

@@ -17,6 +17,7 @@ from omnijax import parameters
 from omnijax.batch import Batch, Media
 from omnijax.data.omni_packing import batch_fields
 from omnijax.errors import UserError
+from omnijax.nn.dropout import row_keys, use_keys
 from omnijax.objectives import Mean, Outputs
 from omnijax.parameters import Parameters
 from omnijax.sharding import Rules, constrain, first_axes, place, split_count
@@ -72,13 +73,15 @@ def train_step(
     *,
     accumulation: int = 1,
     dtype: jnp.dtype = jnp.bfloat16,
+    seed: int = 0,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Float32[Array, ""]]]]:
     """The compiled step `(state, batch) -> (state, metrics)`; `state` is donated.
 
     `metrics` holds `loss` (every objective's sum over its global weight, added), each reported mean, `grad_norm`
     before clipping, and `weight`, the weight of objective `text`. `accumulation` cuts the batch into so many
     micro-batches; the result does not depend on it. Of `model`, which may be abstract, only the structure is used.
-    Its frozen parameters have no gradient and stay as they are, to the bit. Call the step inside `sharding.use`.
+    Its frozen parameters have no gradient and stay as they are, to the bit. Dropout, where it has any, is drawn from
+    `seed`, the number of the step and that of the row. Call the step inside `sharding.use`.
     """
     graphdef, shardings = nnx.graphdef(model), state_shardings(model, optimizer, mesh, rules)
     of_gradients = parameters.trained(model, shardings.params)
@@ -88,31 +91,34 @@ def train_step(
         return parameters.merge(graphdef, parameters.cast(params, dtype, model))(batch)
 
     def scaled_loss(
-        trained: Parameters, frozen: Parameters, batch: Batch, weights: Mapping[str, Array] | None
+        trained: Parameters, frozen: Parameters, batch: Batch, keys: Array, weights: Mapping[str, Array] | None
     ) -> tuple[Array, tuple]:
-        outputs = forward(trained | frozen, batch)
+        with use_keys(keys):
+            outputs = forward(trained | frozen, batch)
         weights = _weights(outputs) if weights is None else weights
         terms = [total / _at_least_one(weights[name]) for name, (total, _) in outputs.objectives.items()]
         return sum(terms, jnp.zeros((), jnp.float32)), (outputs.metrics, weights["text"])
 
     differentiate = jax.value_and_grad(scaled_loss, has_aux=True)
 
-    def gradients(trained: Parameters, frozen: Parameters, batch: Batch) -> tuple[tuple[Array, tuple], Parameters]:
+    def gradients(
+        trained: Parameters, frozen: Parameters, batch: Batch, keys: Array
+    ) -> tuple[tuple[Array, tuple], Parameters]:
         if accumulation == 1:
-            return differentiate(trained, frozen, batch, None)
+            return differentiate(trained, frozen, batch, keys, None)
         # The global weights come first, as sums of different objectives cannot be told apart once they are added.
         # They depend on the batch alone: of this forward pass XLA keeps nothing but their sums.
         weights = _weights(forward(trained | frozen, batch))
-        micro_batches = _micro_batches(batch, accumulation)
+        micro_batches = _micro_batches((batch, keys), accumulation)
 
         def add(carry, micro):
             (total, (means, _)), grads = carry
-            (loss, (metrics, _)), more = differentiate(trained, frozen, micro, weights)
+            (loss, (metrics, _)), more = differentiate(trained, frozen, *micro, weights)
             means, grads = jax.tree.map(jnp.add, (means, grads), (metrics, more))
             return ((total + loss, (means, weights["text"])), grads), None
 
         first = jax.tree.map(lambda x: x[0], micro_batches)
-        shapes = jax.eval_shape(lambda: differentiate(trained, frozen, first, weights))
+        shapes = jax.eval_shape(lambda: differentiate(trained, frozen, *first, weights))
         value, grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         grads = jax.lax.with_sharding_constraint(grads, of_gradients)
         return jax.lax.scan(add, (value, grads), micro_batches)[0]
@@ -120,7 +126,8 @@ def train_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         trained = parameters.trained(model, state.params)
         frozen = {path: x for path, x in state.params.items() if path not in trained}
-        (loss, (metrics, weight)), grads = gradients(trained, frozen, batch)
+        keys = row_keys(seed, state.step, len(batch.tokens))
+        (loss, (metrics, weight)), grads = gradients(trained, frozen, batch, keys)
         grads = jax.lax.with_sharding_constraint(grads, of_gradients)
         updates, opt_state = optimizer.update(grads, state.opt_state, trained)
         params = after_step(optax.apply_updates(trained, updates) | frozen, metrics) | frozen
@@ -177,9 +184,9 @@ def _at_least_one(weight: Array) -> Array:
     return jnp.where(weight > 0, weight, 1)
 
 
-def _micro_batches(batch: Batch, count: int) -> Batch:
-    """Split rows into `count` micro-batches `[count, B / count, ...]`, each device keeping its own rows."""
-    size = len(batch.tokens)
+def _micro_batches(rows: Any, count: int) -> Any:
+    """Split rows `[B, ...]` into `count` micro-batches `[count, B / count, ...]`, each device keeping its own."""
+    size = len(jax.tree.leaves(rows)[0])
     groups = split_count("batch", size)
     if size % (groups * count):
         raise UserError(
@@ -191,6 +198,6 @@ def _micro_batches(batch: Batch, count: int) -> Batch:
         rows, *rest = x.shape
         x = x.reshape(groups, count, rows // (groups * count), *rest).swapaxes(0, 1)
         x = x.reshape(count, rows // count, *rest)
-        return constrain(x, None, "batch", "length", *(None,) * (x.ndim - 3))
+        return constrain(x, *(None, "batch", "length", *(None,) * x.ndim)[: x.ndim])
 
-    return jax.tree.map(cut, batch)
+    return jax.tree.map(cut, rows)

@@ -120,10 +120,11 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
                 (folder / "config.gin").write_text(text)
 
         # --- Steps ----------------------------------------------------------------------------------------------
+        dtype = jnp.dtype(compute.dtype)
         step: Any = train_step(
-            model, optimizer, mesh, settings.rules, accumulation=compute.accumulation, dtype=jnp.dtype(compute.dtype)
+            model, optimizer, mesh, settings.rules, accumulation=compute.accumulation, dtype=dtype, seed=run.seed
         )
-        evaluate = evaluation_step(model, dtype=jnp.dtype(compute.dtype))
+        evaluate = evaluation_step(model, dtype=dtype)
         log = StepLog(
             folder,
             done=done,

@@ -1,13 +1,16 @@
-"""The model of a run as `config.Tune` has it: what stays as it is, is marked."""
+"""The model of a run as `config.Tune` has it: adapters in place, and marked what stays as it is."""
 
 from typing import Any
 
+import jax
 from flax import nnx
+from jax.sharding import Mesh
 
-from omnijax import parameters
+from omnijax import lora, parameters
 from omnijax.config import Train, Tune
 from omnijax.errors import UserError
 from omnijax.patterns import named
+from omnijax.sharding import Rules
 
 
 def abstract_model(settings: Train) -> Any:
@@ -16,16 +19,33 @@ def abstract_model(settings: Train) -> Any:
 
 
 def tuned(model: Any, tune: Tune) -> Any:
-    """The model, which may be abstract, with its frozen parameters marked.
+    """An abstract model like the one given, with adapters in place, and its frozen parameters marked.
 
     Raises `UserError` where a pattern names nothing, or where nothing is left to train.
     """
+    graphdef, params = parameters.split(model)
+    shapes: Any = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in params.items()}
+    model = parameters.merge(graphdef, shapes)
     described = parameters.describe(model)
-    frozen = set(named(tune.freeze, described, "Tune.freeze")) - set(named(tune.train, described, "Tune.train"))
-    if len(frozen) == len(described):
+    kept = set(named(tune.train, described, "Tune.train"))
+    if tune.lora is None:
+        frozen = set(named(tune.freeze, described, "Tune.freeze"))
+    else:
+        frozen = set(described)
+        if both := sorted(lora.insert(model, tune.lora) & kept):
+            raise UserError(f"Tune.train names {both[0]}, which has an adapter of Tune.lora; take one of them")
+    frozen -= kept
+    if len(frozen) == len(parameters.describe(model)):
         raise UserError(f"Tune.freeze = {tune.freeze} leaves nothing to train; say in Tune.train what is")
     parameters.freeze(model, frozen)
     return model
+
+
+def begin(model: Any, tune: Tune, mesh: Mesh, rules: Rules, *, seed: int = 0) -> Any:
+    """The model of given weights as `tuned` has it, with fresh adapters: it computes the same at first."""
+    abstract = tuned(model, tune)
+    params = parameters.split(model)[1] | lora.fresh(abstract, mesh, rules, seed=seed)
+    return parameters.merge(nnx.graphdef(abstract), params)
 
 
 def rates(model: nnx.Module, tune: Tune) -> dict[str, float]:

@@ -56,7 +56,7 @@ def train(
     arrays = packed_arrays(vocab=model_config.vocab_size) if arrays is None else arrays
     with on(mesh_name, table) as mesh:
         options = {"splits": splits} if splits else {}
-        model = tune.tuned(parameters.build_model(model_config, mesh, table, seed=3, **options), tuned)
+        model = tune.begin(parameters.build_model(model_config, mesh, table, seed=3, **options), tuned, mesh, table)
         params = parameters.split(model)[1]
         before = jax.device_get(params)
         optimizer = Optimizer(learning_rate=1e-2, schedule="constant", weight_decay=0.3, decay_embeddings=True)
@@ -85,7 +85,7 @@ def train(
 )
 def test_what_is_frozen_keeps_its_bits(model_config: Any, freeze: tuple, keep: tuple, frozen: tuple) -> None:
     table = qwen3_moe.table() if model_config is EXPERTS else qwen3.table()
-    before, state, reports = train(model_config, Tune(freeze, keep), splits=(3,), table=table)
+    before, state, reports = train(model_config, Tune(freeze, train=keep), splits=(3,), table=table)
     still = {path for path, x in before.items() if state.params[path].tobytes() == x.tobytes()}
     assert still == {path for path in before if any(part in path for part in frozen)}
     assert still
@@ -110,7 +110,7 @@ def test_gradients_are_those_of_the_whole_and_the_norm_is_of_what_is_trained() -
     whole = laws.run(DENSE, qwen3.table(), None, steps=1)
     tuned = Tune(freeze=("*.mlp", "embed_tokens"))
     with on(None, qwen3.table()) as mesh:
-        model = tune.tuned(parameters.build_model(DENSE, mesh, qwen3.table(), seed=3), tuned)
+        model = tune.begin(parameters.build_model(DENSE, mesh, qwen3.table(), seed=3), tuned, mesh, qwen3.table())
         optimizer = laws.recording_sgd(0.5)
         state = init_state(model, optimizer, mesh, qwen3.table())
         step = train_step(model, optimizer, mesh, qwen3.table(), dtype=jnp.float32)

@@ -32,7 +32,10 @@ class Rows(NamedTuple):
 
 
 Expert = Callable[[Any, Float[Array, "n D"], Float[Array, " n"], Rows], Float[Array, "n D"]]
-"""`expert(kernels, x, weight, rows)`: what an expert makes of its rows, each times its weight."""
+"""`expert(kernels, x, weight, rows)`: what an expert makes of its rows, each times its weight.
+
+It gives a kernel to `rows.dot`, and to nothing else: the kernel may be one with an adapter.
+"""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

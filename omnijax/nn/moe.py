@@ -96,9 +96,10 @@ def _per_device(expert, select, split, layout, x, logits, real, kernels, correct
     kernels = {name: _whole(kernel, split.get(name, ())) for name, kernel in kernels.items()}
     devices, parts = (_axes_of(split, name) for name in ("experts", "expert_mlp"))
     if parts:
-        # Each part of an expert's hidden width makes a summand of its output; what is not split is added by all.
+        # Each part of an expert's hidden width makes a summand of its output; a bias that is not split, all add.
         share = 1 / lax.axis_size(parts)
-        kernels = {name: k if "expert_mlp" in dict(split[name]) else k * share for name, k in kernels.items()}
+        added = {name for name in kernels if name.endswith("bias") and "expert_mlp" not in dict(split[name])}
+        kernels = {name: k * share if name in added else k for name, k in kernels.items()}
     compute = functools.partial(_compute, expert, kernels)
     if not devices:
         y, dropped = compute(tokens, chosen, weight), jnp.zeros_like(chosen[:, 0])

@@ -33,17 +33,20 @@ class Linear(nnx.Module):
         self.bias = param(rngs, nnx.initializers.zeros, outputs, inputs=0) if bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        kernel, count = self.kernel[...], self.kernel.inputs
-        if split_count("length") == 1:
-            # Rows and tokens as one axis: with two, XLA's CPU backend copies both sides of the weight's gradient.
-            # Where tokens are split over devices, one axis could not say which device holds what.
-            tokens, outputs = x.shape[:-count], kernel.shape[count:]
-            y = x.reshape(math.prod(tokens), -1) @ kernel.reshape(-1, math.prod(outputs))
-            y = y.reshape(*tokens, *outputs)
-        else:
-            contracted = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
-            y = jax.lax.dot_general(x, kernel, (contracted, ((), ())))
+        y = contract(x, self.kernel[...], self.kernel.inputs)
         return y if self.bias is None else y + self.bias[...]
+
+
+def contract(x: Float[Array, "..."], kernel: Float[Array, "..."], count: int) -> Float[Array, "..."]:
+    """The last `count` axes of `x` by the first of `kernel`."""
+    if split_count("length") == 1:
+        # Rows and tokens as one axis: with two, XLA's CPU backend copies both sides of the weight's gradient.
+        # Where tokens are split over devices, one axis could not say which device holds what.
+        tokens, outputs = x.shape[:-count], kernel.shape[count:]
+        y = x.reshape(math.prod(tokens), -1) @ kernel.reshape(-1, math.prod(outputs))
+        return y.reshape(*tokens, *outputs)
+    contracted = (tuple(range(x.ndim - count, x.ndim)), tuple(range(count)))
+    return jax.lax.dot_general(x, kernel, (contracted, ((), ())))
 
 
 class Embedding(nnx.Module):
