@@ -2,6 +2,7 @@
 
 python -m omnijax.convert import HF_FOLDER FOLDER            # a run starts from it with Run.start="FOLDER"
 python -m omnijax.convert export FOLDER HF_FOLDER [--like ORIGINAL] [--dtype bfloat16]
+python -m omnijax.convert export RUN PEFT_FOLDER --adapter [--like ORIGINAL]   # the adapters alone, for peft
 """
 
 import argparse
@@ -14,10 +15,12 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from omnijax import checkpoint, commands, hf, parameters
+from omnijax import checkpoint, commands, hf, parameters, tune
+from omnijax.config import config_of_run
 from omnijax.data.tokenizer import Tokenizer, TokenizerFile
 from omnijax.errors import UserError
 from omnijax.generate import load_run
+from omnijax.hf_adapter import save_adapter
 
 
 def main() -> None:
@@ -33,9 +36,12 @@ def main() -> None:
     exporting.add_argument("target")
     exporting.add_argument("--like", help="Hugging Face folder whose config.json and tokenizer files are carried over")
     exporting.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    exporting.add_argument("--adapter", action="store_true", help="the adapters of a run with LoRA, not merged")
     arguments = parser.parse_args()
     if arguments.command == "import":
         import_weights(arguments.source, arguments.target)
+    elif arguments.adapter:
+        export_adapter(Path(arguments.source), arguments.target, arguments.like)
     else:
         model, tokenizer = load_weights(Path(arguments.source))
         export_weights(model, arguments.target, arguments.like, arguments.dtype)
@@ -72,6 +78,31 @@ def export_weights(model: Any, target: str, like: str | None, dtype: str) -> Non
     }
     if rest:
         save_file(rest, Path(target) / "projectors.safetensors")
+
+
+def export_adapter(run: Path, target: str, like: str | None) -> None:
+    """The adapters of a run as a folder for peft; `like` is the folder of the model they belong to.
+
+    Raises `UserError` for a run without adapters, one that trained more than these, and a composed model's.
+    """
+    if not (run / "checkpoints").is_dir():
+        raise UserError(f"{run}: no checkpoints here; give the folder of a run")
+    manager = checkpoint.open_checkpoints(run / "checkpoints", read_only=True)
+    settings = config_of_run(checkpoint.saved_config(manager), checkpoint.started_in(manager))
+    if settings.tune.lora is None:
+        raise UserError(f"--adapter: {run} was trained without Tune.lora; leave it out")
+    if settings.tune.train:
+        raise UserError(
+            f"--adapter: {run} trained {', '.join(settings.tune.train)} too, which no adapter holds; leave it out, to "
+            f"have all in one model"
+        )
+    model = tune.abstract_model(settings)
+    if hasattr(model, "parts"):
+        raise UserError(f"--adapter: the model of {run} is composed, and no model of transformers; leave it out")
+    shapes = parameters.shapes(model)
+    params = checkpoint.restore_params(manager, shapes, dict.fromkeys(shapes, parameters.first_device()))
+    checkpoint.close(manager)
+    save_adapter(model, params, type(model), settings.tune.lora, target, base=like)
 
 
 def load_weights(folder: Path) -> tuple[Any, Tokenizer | None]:

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from models.qwen3 import Qwen3Config
 from models.qwen3_moe import Qwen3MoeConfig
-from omnijax import lora, parameters, tune
+from omnijax import convert, lora, parameters, tune
 from omnijax.config import Lora, Tune
 from omnijax.errors import UserError
 from omnijax.nn.dropout import dropout, row_keys, use_keys
@@ -307,7 +309,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LORA = ("Tune.lora=@config.Lora()", "Lora.patterns=('*.q_proj', '*.mlp')", "Lora.rank=2", "Lora.dropout=0.2")
 
 
-def test_a_run_goes_on_to_the_bit_and_another_begins_with_what_it_learned(tiny: Path) -> None:
+def test_a_run_goes_on_to_the_bit_and_another_begins_with_what_it_learned(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = (*LORA, "Tune.rates={'*.lora_b': 16}")
     straight = runs.run(tiny, *options, "Run.steps=4", folder="straight")
     runs.run(tiny, *options, "Run.steps=2", folder="pieces")
@@ -326,3 +330,35 @@ def test_a_run_goes_on_to_the_bit_and_another_begins_with_what_it_learned(tiny: 
             np.testing.assert_allclose(x, after[path] + change, atol=1e-6)
         else:
             np.testing.assert_array_equal(x, after[path])
+    export(monkeypatch, tiny, "straight", "merged")
+    merged = load_file(tiny.parent / "merged" / "model.safetensors")
+    for layer, x in enumerate(np.asarray(whole.before.params["stacks.0.blocks.0.self_attn.q_proj.kernel"])):
+        name = f"model.layers.{layer}.self_attn.q_proj.weight"
+        np.testing.assert_allclose(merged[name], x.reshape(16, 32).T, atol=1e-6)
+    export(monkeypatch, tiny, "straight", "adapter", "--adapter")
+    adapter = load_file(tiny.parent / "adapter" / "adapter_model.safetensors")
+    assert len(adapter) == 2 * 2 * 4
+    for letter, name in (("A", "lora_a"), ("B", "lora_b")):
+        x = after[f"stacks.0.blocks.0.mlp.down_proj.{name}"][1]
+        np.testing.assert_array_equal(
+            adapter[f"base_model.model.model.layers.1.mlp.down_proj.lora_{letter}.weight"], x.T
+        )
+    for source, target, message in (
+        ("whole", "other", "--adapter: whole was trained without Tune.lora"),
+        ("straight", "adapter", "adapter already holds an adapter"),
+        ("nowhere", "other", "nowhere: no checkpoints here"),
+    ):
+        with pytest.raises(UserError, match=message):
+            export(monkeypatch, tiny, source, target, "--adapter")
+
+
+def export(monkeypatch: pytest.MonkeyPatch, tiny: Path, *arguments: str) -> None:
+    monkeypatch.chdir(tiny.parent)
+    monkeypatch.setattr(sys, "argv", ["convert", "export", *arguments])
+    convert.main()
+
+
+def test_an_adapter_is_all_that_a_run_trained_or_none(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs.run(tiny, *LORA, "Tune.train=('norm',)", "Run.steps=1", folder="more")
+    with pytest.raises(UserError, match="--adapter: more trained norm too"):
+        export(monkeypatch, tiny, "more", "other", "--adapter")
