@@ -198,7 +198,7 @@ def _cast(x: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     if not jnp.issubdtype(dtype, jnp.floating):
         raise UserError(f"{name}: weights cannot be cast to {dtype}; choose float32, bfloat16 or float16")
     largest = float(jnp.finfo(dtype).max)
-    if jnp.finfo(x.dtype).max > largest and (np.isfinite(x) & (np.abs(x) > largest)).any():
+    if float(jnp.finfo(x.dtype).max) > largest and (np.isfinite(x) & (np.abs(x) > largest)).any():
         raise UserError(f"{name}: a weight is beyond the largest {dtype}, {largest:g}; choose bfloat16 or float32")
     return x.astype(dtype)
 
