@@ -105,7 +105,6 @@ def convert(model: BinaryIO, settings: dict[str, Any], tokenizer: bytes, folder:
     generation = {
         "alignment_heads": settings["alignment_heads"],
         "begin_suppress_tokens": settings["suppress_ids_begin"],
-        "forced_decoder_ids": [[1, no_timestamps]],
         "is_multilingual": len(weights["model.decoder.embed_tokens.weight"]) > 51864,
         "max_length": len(weights["model.decoder.embed_positions.weight"]),
         "no_timestamps_token_id": no_timestamps,
