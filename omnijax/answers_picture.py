@@ -1,6 +1,7 @@
 """A picture of held-out pictures, with what the model says of each."""
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -37,9 +38,12 @@ def plot_answers(folder: Path, items: Sequence[Items], answers: Sequence[Answer]
     for axes, (each, pixels) in zip(grid.flat, shown, strict=False):
         axes.imshow(pixels)
         title = each.said if each.right else f"{each.said}\n({each.wanted})"
-        axes.set_title(title[:60], fontsize=8, color="black" if each.right else "crimson")
+        colour = "black" if each.right else "crimson"
+        axes.set_title(title[:60], fontsize=8, color=colour, parse_math=False)
     path = folder / "answers.png"
-    figure.savefig(path, dpi=120)
+    with warnings.catch_warnings():  # a model says what it likes, also what no font here has
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)
+        figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path
 

@@ -135,6 +135,7 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
             sources=source_names(data.source),
         )
         stack.callback(log.close)
+        answers = list[Answer]()
         programs = 1  # compiled, once the first step is done
         begin, end = run.profile or (1, 0)
         traced = range(max(begin, done + 1), min(end, run.steps) + 1)
@@ -159,6 +160,9 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
                 jax.profiler.stop_trace()
             if heldout and (last or number % settings.evaluation.every == 0):
                 values = heldout_metrics(evaluate, state.params, heldout, mesh, settings.rules)
+                if last and settings.evaluation.answers:
+                    answers = heldout_answers(model, state.params, settings, heldout, mesh)
+                    values["heldout/answers_right"] = sum(each.right for each in answers) / max(len(answers), 1)
                 log.flush(values)
                 log.say(f"step {number}: " + ", ".join(f"{name} {value:.4f}" for name, value in values.items()))
                 log.pause()
@@ -177,13 +181,7 @@ def train(settings: config.Train, text: str) -> dict[str, float]:
             say(f"picture of the loss: {metrics.plot_loss(folder, yardsticks)}")
             if log.expert_load is not None:
                 say(f"picture of the experts' load: {metrics.plot_expert_load(folder, log.expert_load)}")
-        chats = heldout.get("chats", heldout.get(""))
-        if settings.evaluation.answers and chats is not None:
-            answers = heldout_answers(model, state.params, settings, chats, mesh)
-            right = sum(each.right for each in answers)
-            say(f"answers to held-out chats: {right} of {len(answers)} right ({right / max(len(answers), 1):.1%})")
-            log.last["heldout/answers_right"] = right / max(len(answers), 1)
-            if jax.process_index() == 0 and (picture := plot_answers(folder, make_items(data, heldout_texts), answers)):
+            if answers and (picture := plot_answers(folder, make_items(data, heldout_texts), answers)):
                 say(f"picture of answers: {picture}")
         if settings.sample.prompt:
             say(f"sample: {continuation(parameters.merge(graphdef, state.params), settings)!r}")
@@ -234,12 +232,12 @@ def heldout_metrics(
 
 
 def heldout_answers(
-    model, params: parameters.Parameters, settings: config.Train, chats: Evaluation, mesh: Mesh
+    model, params: parameters.Parameters, settings: config.Train, heldout: Mapping[str, Evaluation], mesh: Mesh
 ) -> list[Answer]:
     """What the model answers to `Evaluation.answers` of the held-out chats, or to all that there are."""
     follow = answering(model, mesh, dtype=jnp.dtype(settings.compute.dtype))
     steps, count = [], 0
-    for rows in chats.steps:
+    for rows in heldout["chats" if "chats" in heldout else ""].steps:
         if count < settings.evaluation.answers:
             steps.append(rows)
             count += sum(len(row_ids) for row_ids in rows.row_ids)

@@ -128,7 +128,7 @@ def start(folder: Path, *arguments: str, **environment: str | None) -> subproces
     )
 
 
-def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+def finish(process: subprocess.Popen[str], seconds: float = 120) -> subprocess.CompletedProcess[str]:
     """Wait for a process and return its output."""
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=seconds)
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)

@@ -159,7 +159,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The document's configs, and all that they name."""
     path = tmp_path_factory.mktemp("docs")
     (path / "configs").mkdir()
-    shutil.copy(HOME / "configs" / "quickstart.gin", path / "configs")
+    shutil.copy(HOME / "configs" / "text.gin", path / "configs")
     (path / "data" / "more").mkdir(parents=True)
     write(path / "data" / "chats.jsonl", *(exchange(number) for number in range(60)))
     pyarrow.parquet.write_table(

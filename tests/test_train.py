@@ -393,7 +393,7 @@ def held_out(rows: int, mesh_name: str | None, initializer_range: float = 0.1) -
         rows_of_text = evaluation_rows(PythonDocuments("texts", tuple("abcde"), TEXTS), Bytes(), 16, rows=rows)
         evaluate = evaluation_step(model, dtype=jnp.dtype("float32"))
         params = parameters.split(model)[1]
-        return train.heldout_metrics(evaluate, params, rows_of_text, mesh, rules.table())
+        return train.heldout_metrics(evaluate, params, {"": rows_of_text}, mesh, rules.table())
 
 
 @pytest.mark.parametrize(
