@@ -1,10 +1,11 @@
 """Floating-point operations of a step, for MFU.
 
-Convention: a training step is three forward passes (one forward, two backward; recomputation is not counted). A
-forward pass is two operations per weight of every matrix product and real token (of a layer's experts, those a token
-chooses), output head included, embedding lookup excluded, plus attention over the query-key pairs that are really
-attended: causal, within a document, within the window. Padding counts nothing. Of an encoder of media the products are
-counted for every unit that is no padding, without its attention.
+Convention: a training step is three forward passes (one forward, two backward; recomputation is not counted). Of a
+weight that is frozen it is two, or one where nothing before it is trained; of an encoder, one, and two for the share of
+its weights that is trained. A forward pass is two operations per weight of every matrix product and real token (of a
+layer's experts, those a token chooses), output head included, embedding lookup excluded, plus attention over the
+query-key pairs that are really attended: causal, within a document, within the window. Padding counts nothing. Of an
+encoder of media the products are counted for every unit that is no padding, without its attention.
 """
 
 import math
@@ -18,7 +19,7 @@ import numpy as np
 from jaxtyping import Int
 
 from omnijax.batch import Media
-from omnijax.parameters import Description, describe, merge, split
+from omnijax.parameters import STACKED, Description, describe, layers_of, merge, split
 from omnijax.sharding import without_rules
 from omnijax.units import UnitShape
 
@@ -36,16 +37,26 @@ PEAKS = {
 }
 
 
+WEIGHTS = ("kernel", "lora_a", "lora_b")
+"""How the paths of matrices end."""
+
+
 @dataclass(frozen=True)
 class Cost:
     """Forward operations: `per_token` of the matrix products; per attended pair of every layer, with its window.
 
-    per_unit: of an encoder's products, by modality
+    per_unit:    of an encoder's products, by modality
+    step:        operations of a whole training step per token, in matrix products
+    first:       the first layer that has a backward pass
+    unit_passes: how many forward passes a training step is, of an encoder
     """
 
     per_token: int
     attention: tuple[tuple[int | None, int], ...]
     per_unit: Mapping[str, float] = field(default_factory=dict)
+    step: int = 0
+    first: int = 0
+    unit_passes: Mapping[str, float] = field(default_factory=dict)
 
 
 def forward_cost(model: Any, attention_costs: tuple[tuple[int | None, int], ...]) -> Cost:
@@ -55,12 +66,21 @@ def forward_cost(model: Any, attention_costs: tuple[tuple[int | None, int], ...]
     """
     backbone = getattr(model, "backbone", model)
     described = describe(backbone)
-    weights = sum(_used(each, backbone) for path, each in described.items() if path.endswith("kernel"))
+    whole = describe(model) if backbone is not model else {}
+    first = _first_layer(described, any(not each.frozen for path, each in whole.items() if path.startswith("encoders")))
     head = described.get("lm_head.embedding", described["embed_tokens.embedding"])
-    per_token = 2 * (weights + (head.rows or head.shape[0]) * head.shape[1])
+    per_token = 2 * (head.rows or head.shape[0]) * head.shape[1]
+    step = (3 - bool(head.frozen)) * per_token
+    for path, each in described.items():
+        if path.endswith(WEIGHTS):
+            before = STACKED.fullmatch(path) is not None and layers_of(path, described)[-1] < first
+            cost = 2 * _used(each, backbone)
+            per_token, step = per_token + cost, step + (3 - bool(each.frozen) - before) * cost
     units = getattr(model.config, "units", {})
     per_unit = {name: unit_cost(model.encoders[name], unit) for name, unit in units.items()}
-    return Cost(per_token, tuple((window, 2 * pairs) for window, pairs in attention_costs), per_unit)
+    passes = {name: 1 + 2 * _trained_share(model.encoders[name]) for name in per_unit}
+    attention = tuple((window, 2 * pairs) for window, pairs in attention_costs)
+    return Cost(per_token, attention, per_unit, step, first, passes)
 
 
 def unit_cost(encoder: Any, unit: UnitShape) -> float:
@@ -95,6 +115,22 @@ def _products(jaxpr: Any) -> int:
     return total
 
 
+def _first_layer(described: Mapping[str, Description], media_are_trained: bool) -> int:
+    """The first layer of a language model that has, or comes after, anything that is trained."""
+    trained = [path for path, each in described.items() if not each.frozen]
+    if media_are_trained or "embed_tokens.embedding" in trained:
+        return 0
+    layers = [layers_of(path, described)[0] for path in trained if STACKED.fullmatch(path)]
+    return min(layers, default=1 + max(layers_of(path, described)[-1] for path in described if STACKED.fullmatch(path)))
+
+
+def _trained_share(encoder: Any) -> float:
+    sizes = [
+        (math.prod(each.shape), not each.frozen) for path, each in describe(encoder).items() if path.endswith(WEIGHTS)
+    ]
+    return sum(size for size, trained in sizes if trained) / sum(size for size, _ in sizes)
+
+
 def _used(kernel: Description, model: Any) -> int:
     """How many of a kernel's weights a token meets."""
     size = math.prod(kernel.shape)
@@ -110,10 +146,13 @@ def training_flops(
     lengths = document_lengths(segment_ids)
     attention = 0.0
     for window in {window for window, _ in cost.attention}:
-        per_pair = sum(flops for other, flops in cost.attention if other == window)
+        passes = [3 if layer >= cost.first else 1 for layer in range(len(cost.attention))]
+        own = zip(passes, cost.attention, strict=True)
+        per_pair = sum(times * flops for times, (other, flops) in own if other == window)
         attention += per_pair * attended_pairs(lengths, window)
-    units = sum(cost.per_unit[name] * float((segments > 0).sum()) for name, segments in (media or {}).items())
-    return 3.0 * (cost.per_token * float(lengths.sum()) + attention + units)
+    counts = {name: float((segments > 0).sum()) for name, segments in (media or {}).items()}
+    units = sum(cost.unit_passes[name] * cost.per_unit[name] * count for name, count in counts.items())
+    return cost.step * float(lengths.sum()) + attention + units
 
 
 def document_lengths(segment_ids: Int[np.ndarray, "B S"]) -> Int[np.ndarray, " documents"]:

@@ -96,7 +96,7 @@ def compute_text(compute: Compute, kernel: str, peak: float | None, experts: str
     return (
         f"compute: {compute.dtype}, parameters float32; attention kernel {kernel}; remat {compute.remat}; "
         f"{compute.accumulation} micro-batch{'es' * (compute.accumulation > 1)} a step\n"
-        f"speed: 3 x forward, causal pairs within documents, no recomputation, no padding; {mfu}"
+        f"speed: 3 x forward, less of what is frozen, causal pairs within documents, no recomputation or padding; {mfu}"
     )
 
 

@@ -9,8 +9,10 @@ from models.qwen2_vl import Qwen2VLConfig, Qwen2VLTextConfig
 from models.qwen3 import Qwen3Config
 from models.vision.qwen2_vl import Qwen2VLVisionConfig
 from omnijax import parameters
+from omnijax.config import Lora, Tune
 from omnijax.flops import attended_pairs, document_lengths, forward_cost, peak_flops, training_flops
 from omnijax.nn.rope import MultimodalRope
+from omnijax.tune import tuned
 
 CONFIG = Qwen3Config(
     vocab_size=11,
@@ -93,6 +95,33 @@ def test_the_units_of_an_encoder_count_for_themselves() -> None:
     media = np.array([[1, 1, 1, 1], [2, 2, 2, 2], [0, 0, 0, 0]], np.int32)
     more = training_flops(cost, SEGMENTS, {"image": media}) - training_flops(cost, SEGMENTS)
     assert more == 3 * 8 * cost.per_unit["image"]
+    frozen = tuned(parameters.abstract_model(config), Tune(freeze=("encoders", "backbone.embed_tokens")))
+    cost = forward_cost(frozen, config.attention_costs())
+    assert training_flops(cost, SEGMENTS, {"image": media}) - training_flops(cost, SEGMENTS) == more / 3
+
+
+LAYER = WEIGHTS // 3 - 22  # of one layer; the head is 66
+ADAPTERS = 3 * 2 * (6 * 2 + 2 * 32)  # of 3 layers, for queries and the output, of rank 2
+
+
+@pytest.mark.parametrize(
+    ("tune", "per_token", "attention"),
+    [
+        (Tune(), 3 * WEIGHTS, 9),
+        # No gradient of their own: two passes.
+        (Tune(freeze=("layers",)), 2 * 3 * LAYER + 3 * 66, 9),
+        (Tune(freeze=("lm_head",)), 3 * 3 * LAYER + 2 * 66, 9),
+        (Tune(lora=Lora(("*.q_proj", "*.o_proj"), rank=2)), 2 * WEIGHTS + 3 * ADAPTERS, 9),
+        # Layers before anything that is trained have no backward pass.
+        (Tune(freeze=("layers.-1", "embed_tokens")), 2 * LAYER + 3 * LAYER + 3 * 66, 5),
+        (Tune(freeze=("layers.-1",)), 2 * 2 * LAYER + 3 * LAYER + 3 * 66, 9),
+        (Tune(freeze=("layers", "embed_tokens")), 3 * LAYER + 3 * 66, 3),
+    ],
+)
+def test_what_is_frozen_costs_less(tune: Tune, per_token: int, attention: int) -> None:
+    model = tuned(parameters.abstract_model(CONFIG, splits=(2,)), tune)
+    cost = forward_cost(model, CONFIG.attention_costs())
+    assert training_flops(cost, SEGMENTS) == 2 * per_token * 11 + attention * PAIR * 30
 
 
 @pytest.mark.parametrize(
