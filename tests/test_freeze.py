@@ -164,9 +164,9 @@ def test_a_part_is_frozen_in_a_vision_language_model() -> None:
     }
 
 
-def program(model_config: Any, table: Any, tuned: Tune, batch: Batch) -> str:
-    """The optimised program of a step of SGD in float32 on one device; nothing is run."""
-    with on(None, table) as mesh:
+def program(model_config: Any, table: Any, tuned: Tune, batch: Batch, mesh_name: str | None = None) -> str:
+    """The optimised program of a step of SGD in float32; nothing is run."""
+    with on(mesh_name, table) as mesh:
         model = tune.tuned(parameters.abstract_model(model_config, remat="full"), tuned)
         optimizer = optax.sgd(0.1)
         state, shardings = abstract_state(model, optimizer), state_shardings(model, optimizer, mesh, table)

@@ -1,8 +1,10 @@
 """LoRA: adapters of linear maps and of experts, by hand, against the merged form, on meshes, and in runs."""
 
+import dataclasses
 import functools
 import itertools
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from sharding_rules import qwen3, qwen3_moe, qwen3_vl
 from tests import laws, runs
 from tests.meshes import on, packed_arrays
 from tests.test_freeze import program, text_batch
-from tests.test_program import dot_operations
+from tests.test_program import COLLECTIVE, collectives, dot_operations
 from tests.test_vision_language import TINY, mixed_arrays
 
 SIZES: dict[str, Any] = {
@@ -41,6 +43,7 @@ SIZES: dict[str, Any] = {
 DENSE = Qwen3Config(**SIZES)
 EXPERTS = Qwen3MoeConfig(**SIZES, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=3)
 ALL = Lora(("*",), rank=3, alpha=6.0)
+DROPPING = Lora(("*_proj",), rank=3, alpha=6.0, dropout=0.4)
 MODELS = {"dense": (DENSE, qwen3.table()), "experts": (EXPERTS, qwen3_moe.table())}
 
 
@@ -166,6 +169,21 @@ def test_neither_kernels_nor_their_change_have_a_product_of_their_size() -> None
     assert all(3 in key for key in blocks), blocks
 
 
+def test_adapters_travel_as_kernels_do_and_dropout_not_at_all() -> None:
+    """What is drawn for a row is drawn where the row is; no activation is gathered, and no kernel's gradient summed."""
+    programs = [
+        program(DENSE, qwen3.table(), Tune(lora=settings), text_batch(), "data 2 x sequence 2 x tensor 2")
+        for settings in (DROPPING, dataclasses.replace(DROPPING, dropout=0.0))
+    ]
+    assert collectives(programs[0]) == collectives(programs[1])
+    for shape, kind in COLLECTIVE.findall(programs[0]):
+        sizes = [tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", shape)]
+        if kind == "all-gather":
+            assert not any(80 in each or 160 in each for each in sizes), shape
+        if kind in ("all-reduce", "reduce-scatter"):
+            assert all(3 in each for each in sizes if not {80, 160} & set(each) and len(each) > 1), shape
+
+
 def train(
     name: str, settings: Lora, mesh_name: str | None = None, *, accumulation: int = 1, steps: int = 2, **tuned: Any
 ) -> dict[str, Any]:
@@ -192,9 +210,6 @@ def train(
         "gradients": gradients,
         "parameters": after,
     }
-
-
-DROPPING = Lora(("*_proj",), rank=3, alpha=6.0, dropout=0.4)
 
 
 @functools.cache
