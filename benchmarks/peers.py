@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,32 +48,53 @@ def main(setup: Setup) -> None:
         omnijax_worker(setup, rest[0], bare=role == "bare jit")
 
 
+@dataclass
+class Measured:
+    """Of one worker: the times of the steps of each turn, the losses of all steps, and the most memory it had.
+
+    busy: as `seconds`, but those that all cores together worked for it, whatever else ran beside it
+    """
+
+    seconds: list[list[float]] = field(default_factory=list)
+    busy: list[list[float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+def alternate(names: Sequence[str], folder: str) -> dict[str, Measured]:
+    """Let a worker of each name take its turn, `ROUNDS` times, after one that compiles and warms up."""
+    workers = {name: start(name, folder) for name in names}
+    found = {name: Measured() for name in names}
+    for turn in range(ROUNDS + 1):
+        for name, worker in workers.items():
+            answer = ask(worker, "run")
+            found[name].losses += answer["losses"]
+            if turn:
+                found[name].seconds.append(answer["seconds"])
+                found[name].busy.append(answer["busy"])
+    for name, worker in workers.items():
+        found[name].peak_bytes = ask(worker, "quit")["peak_bytes"]
+    return found
+
+
 def compare(setup: Setup) -> None:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, sys.argv[0], "prepare", folder], check=True, env=environment())
-        workers = {name: start(name, folder) for name in ("torch", "omnijax", "bare jit")}
-        seconds: dict[str, list[float]] = {name: [] for name in workers}
-        losses: dict[str, float] = {}
-        for turn in range(ROUNDS + 1):  # the first turn compiles and warms up
-            for name, worker in workers.items():
-                answer = ask(worker, "run")
-                losses[name] = answer["loss"]
-                if turn:
-                    seconds[name] += answer["seconds"]
-        memory = {name: ask(worker, "quit")["peak_bytes"] / 2**20 for name, worker in workers.items()}
+        found = alternate(("torch", "omnijax", "bare jit"), folder)
     tokens = ROWS * LENGTH
     print(
         f"{setup.family} {setup.sizes}, {ROWS} x {LENGTH} tokens, float32, AdamW, {THREADS} threads, "
         f"{ROUNDS} x {STEPS} steps each"
     )
     print(f"{'':10}{'tokens/s':>10}{'ms/step':>10}{'min ms':>10}{'peak MiB':>10}{'last loss':>12}")
-    for name, times in seconds.items():
-        median = statistics.median(times)
-        cells = f"{tokens / median:>10.0f}{median * 1e3:>10.0f}{min(times) * 1e3:>10.0f}{memory[name]:>10.0f}"
-        print(f"{name:10}{cells}{losses[name]:>12.5f}")
-    median = {name: statistics.median(times) for name, times in seconds.items()}
+    median = {}
+    for name, each in found.items():
+        times = [seconds for turn in each.seconds for seconds in turn]
+        median[name] = statistics.median(times)
+        cells = f"{tokens / median[name]:>10.0f}{median[name] * 1e3:>10.0f}{min(times) * 1e3:>10.0f}"
+        print(f"{name:10}{cells}{each.peak_bytes / 2**20:>10.0f}{each.losses[-1]:>12.5f}")
     print(f"tokens/s, omnijax / torch: {median['torch'] / median['omnijax']:.3f}")
-    print(f"peak memory, omnijax / torch: {memory['omnijax'] / memory['torch']:.3f}")
+    print(f"peak memory, omnijax / torch: {found['omnijax'].peak_bytes / found['torch'].peak_bytes:.3f}")
     print(f"omnijax step over bare jit: {median['omnijax'] / median['bare jit'] - 1:+.1%}")
 
 
@@ -128,19 +149,20 @@ def batches() -> Callable[[int], "np.ndarray"]:
 
 
 def serve(step: Callable[[int], float]) -> None:
-    """Run `STEPS` steps whenever asked; report their times and the last loss."""
+    """Run `STEPS` steps whenever asked; report their times and losses."""
     number = 0
     for line in sys.stdin:
         if line.strip() == "quit":
             print(json.dumps({"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}), flush=True)
             return
-        seconds = []
+        seconds, busy, losses = [], [], []
         for _ in range(STEPS):
-            since = time.perf_counter()
-            loss = step(number)
+            since, worked = time.perf_counter(), time.process_time()
+            losses.append(step(number))
             seconds.append(time.perf_counter() - since)
+            busy.append(time.process_time() - worked)
             number += 1
-        print(json.dumps({"seconds": seconds, "loss": loss}), flush=True)
+        print(json.dumps({"seconds": seconds, "busy": busy, "losses": losses}), flush=True)
 
 
 def torch_worker(setup: Setup, folder: str) -> None:
